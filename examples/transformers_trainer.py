@@ -10,7 +10,7 @@ import torch
 from transformers import GPT2Config, GPT2LMHeadModel, PrinterCallback, Trainer, TrainingArguments, set_seed
 
 import curvestep as cs
-from curvestep.integrations.transformers import calibrate, watch
+from curvestep.integrations.transformers import SmoothnessCallback, calibrate
 
 
 class Counting(torch.utils.data.Dataset):
@@ -33,12 +33,12 @@ args = TrainingArguments(
     str(folder / "out"), max_steps=200, warmup_steps=20, per_device_train_batch_size=16, use_cpu=True,
     report_to="none", disable_tqdm=True, save_strategy="no", logging_strategy="no",
 )  # fmt: skip
-trainer = Trainer(model, args, train_dataset=Counting())
-trainer.remove_callback(PrinterCallback)  # which would print every row as well
+callback = SmoothnessCallback(every=5, trace=folder / "trace.jsonl", if_exists="overwrite")
+trainer = Trainer(model, args, train_dataset=Counting(), callbacks=[callback])
+trainer.remove_callback(PrinterCallback)
 
 calibrate(trainer)
 print(f"learning_rate {args.learning_rate:.2g}, max_grad_norm {args.max_grad_norm:.2g}")
-callback = watch(trainer, every=5, trace=folder / "trace.jsonl", if_exists="overwrite")
 trainer.train()
 
 assert callback.probe is not None

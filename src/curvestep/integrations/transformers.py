@@ -2,14 +2,11 @@
 
 .. code-block:: python
 
-    from curvestep.integrations.transformers import calibrate, watch
+    from curvestep.integrations.transformers import SmoothnessCallback, calibrate
 
-    trainer = Trainer(model, args, train_dataset=data)
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[SmoothnessCallback(trace="trace.jsonl")])
     calibrate(trainer)  # sets args.learning_rate
-    watch(trainer, trace="trace.jsonl")
     trainer.train()
-
-``Trainer(..., callbacks=[SmoothnessCallback(trace="trace.jsonl")])`` does what ``watch`` does.
 """
 
 from __future__ import annotations
@@ -22,7 +19,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from numbers import Number
 from pathlib import Path
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
@@ -63,43 +60,12 @@ STATE = "curvestep.json"  # in a checkpoint's folder
 PRINTERS = (PrinterCallback, ProgressCallback)
 
 
-class SmoothnessOptions(TypedDict, total=False):
-    """The options of :class:`SmoothnessCallback`, as it describes them."""
-
-    every: int | None
-    fractions: tuple[float, ...] | None
-    estimators: list[str] | dict[str, int] | None
-    trace: str | Path | None
-    if_exists: str
-    max_overhead: float | None
-    layers: bool
-    on_error: str
-    log: bool
-
-
-def watch(trainer: Trainer, **options: Unpack[SmoothnessOptions]) -> SmoothnessCallback:
-    """Measure smoothness along ``trainer.train()``; training stays bit for bit. One line before it.
-
-    The options are those of :class:`SmoothnessCallback`.
-
-    Args:
-        trainer: A ``Trainer``, or one of TRL's.
-
-    Returns:
-        The callback; ``callback.probe.trace`` has the rows once training has begun.
-    """
-    _check_trainer(trainer)
-    callback = SmoothnessCallback(**options)
-    callback._attach(trainer)
-    trainer.add_callback(callback)
-    return callback
-
-
 class SmoothnessCallback(StepMeasurement, TrainerCallback):
-    """Measures smoothness along ``trainer.train()``: one of ``Trainer(callbacks=[...])``, or :func:`watch`.
+    """Measures smoothness along ``trainer.train()``; training stays bit for bit.
 
-    Gradient accumulation, ``max_grad_norm``, bf16, gradient checkpointing, ``torch_compile``, DDP and
-    resuming from a checkpoint are taken care of.
+    For ``Trainer(callbacks=[...])`` or ``trainer.add_callback``, and for TRL's trainers. Gradient
+    accumulation, ``max_grad_norm``, bf16, gradient checkpointing, ``torch_compile``, DDP and resuming from a
+    checkpoint are taken care of.
 
     Args:
         every: Optimizer steps between measurements. Default: ten rows soon, then 5 % of the gradients.
@@ -143,25 +109,17 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
         self._log = log
         self._hooks: list[RemovableHandle] = []
 
-    def on_init_end(self, *_: object, **__: object) -> None:
-        """Attach to the Trainer in whose ``callbacks`` this is."""
-        self._attach(_calling_trainer())
-
-    def _attach(self, trainer: Trainer) -> None:
-        """Record the loss of every due step: a callback alone sees neither batch nor loss."""
-        if isinstance(getattr(trainer.training_step, "__self__", None), SmoothnessCallback):
-            raise ValueError(
-                "This trainer is watched already: one `SmoothnessCallback` or `watch` is enough."
-            )
-        self._trainer, self._training_step = trainer, trainer.training_step
-        trainer.training_step = self._recorded_step
-
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Warn where the Trainer clips before an optimizer that clips as well."""
-        if not hasattr(self, "_trainer"):  # by trainer.add_callback
-            self._attach(_calling_trainer())
+        """Attach to the Trainer; warn where it clips before an optimizer that clips as well."""
+        trainer = _calling_trainer()
+        recorder = getattr(trainer.training_step, "__self__", None)
+        if recorder is not self:  # a callback alone sees neither batch nor loss
+            if isinstance(recorder, SmoothnessCallback):
+                raise ValueError("This trainer has two `SmoothnessCallback`s: one is enough.")
+            self._trainer, self._training_step = trainer, trainer.training_step
+            trainer.training_step = self._recorded_step
         self.on_train_end()
         self.probe = None
         optimizer = kwargs.get("optimizer")
@@ -267,7 +225,8 @@ def calibrate(
         resume_from_checkpoint: What ``trainer.train`` will be given. With a checkpoint, its numbers are set
             again and nothing is measured; True for the last one.
     """
-    _check_trainer(trainer)
+    if not isinstance(trainer, Trainer):
+        raise TypeError(f"`trainer` must be a transformers Trainer, got a {type(trainer).__name__}.")
     if resume_from_checkpoint:
         calibration = _kept_calibration(trainer, resume_from_checkpoint)
     else:
@@ -294,11 +253,6 @@ def _set_in_optimizer(trainer: Trainer, calibration: Calibration) -> None:
         for name in values.keys() & {"max_norm", "offset"}:
             settings[name] = calibration.max_norm
         trainer.optimizer_cls_and_kwargs = (kind, settings)
-
-
-def _check_trainer(trainer: object) -> None:
-    if not isinstance(trainer, Trainer):
-        raise TypeError(f"`trainer` must be a transformers Trainer, got a {type(trainer).__name__}.")
 
 
 class _KeepCalibration(TrainerCallback):
@@ -362,7 +316,7 @@ def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> C
         total = 0.0
         for inputs in samples:
             with _untouched(trainer), trainer.accelerator.autocast():
-                # Of the class: the trainer's own may be the one that `watch` records.
+                # Of the class: the trainer's own may be the one that a SmoothnessCallback records.
                 loss = type(trainer).training_step(trainer, spread, copy.copy(inputs), count)
             total += loss.item()
         return total
