@@ -193,6 +193,29 @@ def test_a_probed_run_is_the_run_without_the_probe(mode, tmp_path):
         assert any(row["coefficient"] < 1 for row in rows)
 
 
+class Losses(L.Callback):
+    """Training's loss of every batch."""
+
+    def __init__(self):
+        self.seen = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(outputs["loss"].item() * trainer.accumulate_grad_batches)
+
+
+@pytest.mark.parametrize(("parts", "every"), [(1, 5), (2, 4)])
+def test_rows_hold_the_mean_loss_since_the_row_before(parts, every, tmp_path):
+    callback, losses = SmoothnessCallback(every=every, on_error="raise"), Losses()
+    run(tmp_path, [callback, losses], accumulate_grad_batches=parts)
+    rows = list(callback.probe.trace)
+    assert [row["recent_steps"] for row in rows] == [1] + [every] * (len(rows) - 1)
+    for row in rows:
+        end = (row["step"] + 1) * parts
+        since = losses.seen[end - row["recent_steps"] * parts : end]
+        assert row["recent_loss"] == pytest.approx(sum(since) / len(since))
+    assert isinstance(callback.probe._recent.total, torch.Tensor)  # nothing waits for what no row needs yet
+
+
 @pytest.mark.parametrize("fractions", [(0.5, 1.0), (1.0,)])
 def test_a_measurement_takes_a_pass_a_fraction_and_waiting_takes_none(fractions, tmp_path):
     class Counted(Module):

@@ -5,6 +5,7 @@ import os
 import shutil
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -150,19 +151,23 @@ def test_a_watched_run_is_the_run_without(mode, tmp_path):
     rows = list(callback.probe.trace)
     assert [row["step"] for row in rows] == list(range(0, trainer.args.max_steps, 2))
     parts = trainer.args.gradient_accumulation_steps
+    sizes = [parts, parts, 2 if mode == "a short last group" else parts]  # 12 batches: 5, 5 and 2
     limit = trainer.args.max_grad_norm or (0.4 if "optimizer" in MODES[mode] else float("inf"))
     losses = [entry for entry in trainer.state.log_history if "loss" in entry]
     for row in rows:
         assert row["status"] == "ok"
         assert row["smoothness"] > 0
-        short = mode == "a short last group" and row["step"] % 3 == 2  # 12 batches: 5, 5 and 2
-        assert row["batch_size"] == 4 * (2 if short else parts)
+        assert row["batch_size"] == 4 * sizes[row["step"] % 3]
         assert row["eps"] == pytest.approx(
             torch.finfo(torch.bfloat16 if mode == "bf16" else torch.float32).eps
         )
         logged = losses[row["step"]]
         assert row["lr"] == pytest.approx(logged["learning_rate"])
         assert row["loss"] == pytest.approx(logged["loss"], abs=2e-4)
+        since = range(max(0, row["step"] - 1), row["step"] + 1)
+        assert row["recent_steps"] == len(since)
+        mean = np.average([losses[k]["loss"] for k in since], weights=[sizes[k % 3] for k in since])
+        assert row["recent_loss"] == pytest.approx(mean, abs=2e-4)
         if trainer.args.max_grad_norm:  # then the Trainer logs the norm before clipping
             assert row["grad_norm"] == pytest.approx(logged["grad_norm"], rel=1e-3)
         expected = min(1.0, limit / row["grad_norm"])
@@ -267,6 +272,7 @@ def test_rows_and_clip_share_go_to_every_reporting_callback(tmp_path):
     trainer.train()
     rows = [(step, logs) for step, logs in listener.logs if "curvestep/smoothness" in logs]
     assert [step for step, _ in rows] == [0, 3, 6]
+    assert isinstance(callback.probe._recent.total, torch.Tensor)  # nothing waits for what no row needs yet
     for (_, logs), row in zip(rows, callback.probe.trace, strict=True):
         assert logs["curvestep/grad_norm"] == row["grad_norm"]
         assert 0 < logs["curvestep/clipped_fraction"] <= 1

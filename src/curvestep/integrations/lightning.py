@@ -15,6 +15,7 @@ import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from typing import Any
 
 from torch import Tensor
@@ -27,19 +28,16 @@ from curvestep.integrations.reporting import (
     Options,
     State,
     StepMeasurement,
-    backward_by,
     can_be_read_once,
-    clips,
     first_then,
     groups_of,
-    log_to,
     need,
-    probe_at,
+    recorded,
     schedule_kind,
     warn_if_clipped_twice,
 )
 from curvestep.loaders import Readable, unmoved
-from curvestep.smoothness.observer import batch_length
+from curvestep.smoothness.observer import ClipsItself, batch_length
 from curvestep.smoothness.snapshot import undone
 
 need("lightning", "2.5", "lightning")
@@ -57,50 +55,15 @@ class SmoothnessCallback(StepMeasurement, Callback):
     """Measures smoothness along a run, and sends it to the Trainer's loggers; training stays bit for bit.
 
     With automatic optimization nothing else is needed. With manual optimization ``training_step`` computes
-    its loss by :func:`record`. Accumulation, mixed precision, DDP and checkpoints are taken care of.
-
-    Args:
-        every: Optimizer steps between measurements. Default: ten rows soon, then 5 % of the gradients.
-        fractions: Where on the step to take gradients, each in (0, 1]. Each costs one more pass over the
-            batch of a measured step. Default: two short ones that follow the run, and the whole step.
-        estimators: Columns of the trace, or a mapping from column to its period in measurements.
-        trace: File for the rows; None for memory.
-        if_exists: What to do with a file that holds a run: ``"resume"`` continues it after a checkpoint, and
-            writes beside it without; ``"new"`` always writes beside it, ``"overwrite"`` starts it again.
-        max_overhead: Gradients for measuring over those for training, such as 0.02, after ten rows.
-        layers: Also measure each layer.
-        on_error: ``"off"`` warns once and measures nothing more, ``"mark"`` notes failures in the rows,
-            ``"raise"`` stops training.
-        log: Whether rows go to the Trainer's loggers, as ``curvestep/…``.
+    its loss by :func:`record`. Accumulation, mixed precision, DDP and checkpoints are taken care of. The
+    options are those of :class:`~curvestep.integrations.reporting.StepMeasurement`.
 
     Attributes:
         probe: The :class:`~curvestep.smoothness.probe.SmoothnessProbe`, from the start of ``fit`` on.
     """
 
-    def __init__(
-        self,
-        every: int | None = None,
-        fractions: tuple[float, ...] | None = None,
-        estimators: list[str] | dict[str, int] | None = None,
-        trace: str | None = None,
-        if_exists: str = "resume",
-        max_overhead: float | None = None,
-        layers: bool = False,
-        on_error: str = "off",
-        log: bool = True,
-    ) -> None:
-        super().__init__()
-        self.options: Options = {
-            "every": every, "fractions": fractions, "estimators": estimators or ["smoothness"],
-            "trace": trace, "if_exists": if_exists, "max_overhead": max_overhead, "layers": layers,
-            "on_error": on_error,
-        }  # fmt: skip
-        self.log = log
-        self._saved: State = {}
-        self._begins = False
-        self._num_parts = 0  # micro-batches of this step so far
-        self._batch_size: int | None = None
-        self._undo: list[Callable[[], object]] = []
+    _num_parts = 0  # micro-batches of this step so far
+    _batch_size: int | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Make the probe: by now the model is on its device and wrapped, and there are optimizers."""
@@ -116,22 +79,14 @@ class SmoothnessCallback(StepMeasurement, Callback):
             warn_if_clipped_twice(optimizer, setting, "Leave gradient_clip_val out.")
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         step, before = trainer.global_step, self.probe
-        options = {**self.options, "backward": backward_by(scaler)}
-        self.probe = probe = probe_at(step, strategy.model, self._saved, options)
-        self._saved = {}
+        # A scaler may skip the step after the gradients were shown: there the step itself must begin it.
+        watches = not pl_module.automatic_optimization or scaler is not None
+        write = partial(_to_loggers, trainer)
+        probe = self._start(strategy.model, optimizer, scaler, write, step, watches=watches)
         if before is not None and before.trace.path is None:  # `fit` is called again
             for row in before.trace:
                 if row["step"] < step:
                     probe.trace.append(row)
-        if self.log:
-            probe.listen(log_to(optimizer, lambda numbers, _: _to_loggers(trainer, numbers)))
-        # A scaler may skip the step after the gradients were shown: there the step itself must begin it.
-        by_hooks = not pl_module.automatic_optimization or scaler is not None
-        if by_hooks:
-            probe.watch(optimizer)
-        else:
-            self._undo.append(optimizer.register_step_post_hook(self._end).remove)
-        self._begins = not by_hooks
         if pl_module.automatic_optimization:
             strategy.training_step = self._recorded(strategy.training_step, trainer, pl_module)
             self._undo.append(lambda: vars(strategy).pop("training_step", None))
@@ -157,11 +112,7 @@ class SmoothnessCallback(StepMeasurement, Callback):
 
     def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
         """Take the hooks away and close the trace."""
-        for undo in self._undo:
-            undo()
-        self._undo = []
-        if self.probe is not None:
-            self.probe.close()
+        self._close()
 
     def state_dict(self) -> State:
         """The state that a resumed run needs to measure the same steps."""
@@ -172,22 +123,17 @@ class SmoothnessCallback(StepMeasurement, Callback):
         self._saved = state_dict
 
     def _recorded(self, training_step: Step, trainer: Trainer, pl_module: LightningModule) -> Step:
-        """The strategy's ``training_step``, its loss recorded at steps that are due."""
+        """The strategy's ``training_step``, its loss recorded."""
         probe = self.probe
         assert probe is not None
 
         def step(*args: object, **kwargs: object) -> STEP_OUTPUT:
-            if not probe.due:
-                return training_step(*args, **kwargs)
             if trainer.fit_loop.batch_idx % trainer.accumulate_grad_batches == 0:
                 self._num_parts = 0
             self._num_parts += 1
-            outputs: list[STEP_OUTPUT] = []
-            kept = [copy.copy(value) for value in args]  # a training step may pop from its batch
-
-            def trained() -> Tensor:
-                outputs.append(training_step(*args, **kwargs))
-                return _loss_of(outputs[0])
+            kept = args
+            if probe.due:  # a training step may pop from its batch
+                kept = tuple(map(copy.copy, args))
 
             def replayed() -> Tensor:
                 with _without_logging(pl_module):
@@ -196,8 +142,7 @@ class SmoothnessCallback(StepMeasurement, Callback):
                 share = self._num_parts / trainer.accumulate_grad_batches
                 return loss * share
 
-            probe.record(first_then(trained, replayed), batch_size=round(batch_length(args)))
-            return outputs[0]
+            return recorded(probe, partial(training_step, *args, **kwargs), _loss_of, replayed, args)
 
         return step
 
@@ -276,7 +221,7 @@ def _summary(calibration: Calibration, optimizer: Optimizer, clip_norm: float | 
     """The numbers that were set, in one line."""
     name, trials = type(optimizer).__name__, f"after {calibration.num_gradients} gradients of trials"
     line = f"Calibrate set lr {calibration.lr:.4g} of {name} {trials}"
-    if clips(optimizer):
+    if isinstance(optimizer, ClipsItself):
         return f"{line}; it clips at {optimizer.param_groups[0].get('max_norm', math.inf):.4g}."
     if clip_norm is None and math.isfinite(calibration.max_norm):
         return f"{line}, with gradients clipped: use Trainer(gradient_clip_val={calibration.max_norm:.4g})."

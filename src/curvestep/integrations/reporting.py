@@ -11,11 +11,14 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any, TypeVar
 
-from torch import Tensor, nn
+from torch import nn
+from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
 from curvestep.loggers import Logger
+from curvestep.smoothness.observer import ClipsItself, batch_length
 from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.snapshot import RandomState
 
 State = dict[str, Any]  # of a checkpoint
@@ -40,33 +43,82 @@ def _numbers(text: str) -> tuple[int, ...]:
     return tuple(map(int, re.findall(r"\d+", text)[:2]))
 
 
-def probe_at(step: int, model: nn.Module, state: State, options: Options) -> SmoothnessProbe:
-    """A probe for a run that goes on after ``step`` steps, from a checkpoint's ``state`` if that has one.
-
-    A run from the start is not written to a file that holds a run: its rows go to a new one beside it.
-    """
-    wanted = options["trace"]
-    if step == 0 and options["if_exists"] == "resume":
-        options = {**options, "if_exists": "new"}
-    probe = SmoothnessProbe(model, **options)
-    found = probe.trace.path
-    if isinstance(wanted, (str, Path)) and found not in (None, Path(wanted)):
-        warnings.warn(f"{wanted} holds a run already. The rows of this one go to {found}.", stacklevel=4)
-    if step == 0:
-        return probe
-    if not state:
-        schedule, done = probe.schedule.state_dict(), math.ceil(step / probe.schedule.every)
-        schedule["next"] = done * probe.schedule.every
-        state = {"step": step, "measurements": done, "schedule": schedule}
-    probe.load_state_dict(state)
-    return probe
-
-
 class StepMeasurement:
-    """The part of a callback that both frameworks have: a probe, and whether it is inside a step."""
+    """The part of a callback that both frameworks have: options, a probe, and whether it is inside a step."""
 
-    probe: SmoothnessProbe | None = None
-    _begun = False
+    def __init__(
+        self,
+        every: int | None = None,
+        fractions: tuple[float, ...] | None = None,
+        estimators: list[str] | dict[str, int] | None = None,
+        trace: str | Path | None = None,
+        if_exists: str = "resume",
+        max_overhead: float | None = None,
+        layers: bool = False,
+        on_error: str = "off",
+        log: bool = True,
+    ) -> None:
+        """Options of the measurement.
+
+        Args:
+            every: Optimizer steps between measurements. Default: ten rows soon, then 5 % of the gradients.
+            fractions: Where on the step to take gradients, each in (0, 1]. Each costs one more pass over the
+                batch of a measured step. Default: two short ones that follow the run, and the whole step.
+            estimators: Columns of the trace, or a mapping from column to its period in measurements.
+            trace: File for the rows; None for memory.
+            if_exists: What to do with a file that holds a run: ``"resume"`` continues it after a checkpoint,
+                and writes beside it without; ``"new"`` always writes beside it, ``"overwrite"`` starts again.
+            max_overhead: Gradients for measuring over those for training, such as 0.02, after ten rows.
+            layers: Also measure each layer.
+            on_error: ``"off"`` warns once and measures nothing more, ``"mark"`` notes failures in the rows,
+                ``"raise"`` stops training.
+            log: Whether rows go to the framework's own loggers, as ``curvestep/…``.
+        """
+        self.options: Options = {
+            "every": every, "fractions": fractions, "estimators": estimators or ["smoothness"],
+            "trace": trace, "if_exists": if_exists, "max_overhead": max_overhead, "layers": layers,
+            "on_error": on_error,
+        }  # fmt: skip
+        self.log = log
+        self.probe: SmoothnessProbe | None = None
+        self._saved: State = {}  # of the probe, in a checkpoint
+        self._begins = self._begun = False
+        self._undo: list[Callable[[], object]] = []
+
+    def _start(
+        self,
+        model: nn.Module,
+        optimizer: Optimizer,
+        scaler: Any,
+        write: Callable[[dict[str, float]], object],
+        step: int,
+        *,
+        watches: bool,
+    ) -> SmoothnessProbe:
+        """Make the probe of a run that goes on after ``step`` steps; it ``watches``, or the callback begins.
+
+        A run from the start is not written to a file that holds a run: its rows go to a new one beside it.
+        """
+        options = dict(self.options)
+        if scaler is not None:
+            options["backward"] = lambda loss: scaler.scale(loss).backward()
+        if step == 0 and options["if_exists"] == "resume":
+            options["if_exists"] = "new"
+        self.probe = probe = SmoothnessProbe(model, **options)
+        wanted, found = options["trace"], probe.trace.path
+        if found is not None and found != Path(wanted):
+            warnings.warn(f"{wanted} holds a run already. The rows of this one go to {found}.", stacklevel=4)
+        if step > 0:
+            probe.load_state_dict(self._saved or _state_after(step, probe.schedule))
+        self._saved = {}
+        if self.log:
+            probe.listen(_logger(optimizer, write))
+        if watches:
+            probe.watch(optimizer)
+        else:
+            self._undo.append(optimizer.register_step_post_hook(self._end).remove)
+        self._begins = not watches
+        return probe
 
     def _end(self, *_: object) -> None:
         """End the step, also where the optimizer did not take it."""
@@ -75,11 +127,44 @@ class StepMeasurement:
             self._begun = False
             self.probe._end()
 
+    def _close(self) -> None:
+        """Take the hooks away and close the trace; ``probe`` keeps the rows."""
+        for undo in self._undo:
+            undo()
+        self._undo = []
+        if self.probe is not None:
+            self.probe.close()
+
+
+def _state_after(step: int, schedule: Schedule) -> State:
+    """The state of a probe whose own no checkpoint has."""
+    done = math.ceil(step / schedule.every)
+    at = schedule.state_dict() | {"next": done * schedule.every}
+    return {"step": step, "measurements": done, "schedule": at}
+
 
 def first_then(first: Callable[[], Item], again: Callable[[], Item]) -> Callable[[], Item]:
     """A function that calls ``first`` once, and ``again`` from then on."""
     calls = itertools.chain([first], itertools.repeat(again))
     return lambda: next(calls)()
+
+
+def recorded(
+    probe: SmoothnessProbe,
+    train: Callable[[], Item],
+    loss_of: Callable[[Item], object],
+    again: Callable[[], object],
+    batch: object,
+) -> Item:
+    """Output of a training step, whose loss the probe records; ``again`` computes that in replays."""
+    outputs: list[Item] = []
+
+    def trained() -> object:
+        outputs.append(train())
+        return loss_of(outputs[0])
+
+    probe.record(first_then(trained, again), batch_size=round(batch_length(batch)))
+    return outputs[0]
 
 
 def can_be_read_once(data: object) -> bool:
@@ -93,21 +178,15 @@ def can_be_read_once(data: object) -> bool:
         random.restore()
 
 
-def clips(optimizer: object) -> bool:
-    """Whether an optimizer, or the class of one, clips by itself."""
-    return callable(getattr(optimizer, "clip_stats", None))
-
-
-def log_to(optimizer: object, write: Callable[[dict[str, float], int], object]) -> Logger:
+def _logger(optimizer: Optimizer, write: Callable[[dict[str, float]], object]) -> Logger:
     """A listener for rows; the share of clipped steps is the optimizer's own, where it counts them."""
 
-    def with_stats(numbers: dict[str, float], step: int) -> None:
-        clip_stats = getattr(optimizer, "clip_stats", None)
-        if clip_stats is not None:
-            stats = clip_stats()
+    def with_stats(numbers: dict[str, float], _: int) -> None:
+        if isinstance(optimizer, ClipsItself):
+            stats = optimizer.clip_stats()
             numbers["curvestep/clipped_fraction"] = stats["recent_clipped_fraction"]
             numbers["curvestep/skipped"] = float(stats["skipped"])
-        write(numbers, step)
+        write(numbers)
 
     return Logger(with_stats)
 
@@ -122,13 +201,6 @@ def warn_if_clipped_twice(optimizer: object, setting: str, way_out: str) -> None
             f"clip_stats() counts what the first one left. {way_out}",
             stacklevel=3,
         )
-
-
-def backward_by(scaler: Any) -> Callable[[Tensor], None] | None:
-    """How a loss is run backward where a ``GradScaler`` scales it; None where there is none."""
-    if scaler is None:
-        return None
-    return lambda loss: scaler.scale(loss).backward()
 
 
 def schedule_kind(decays: bool) -> str:

@@ -17,6 +17,7 @@ import json
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from numbers import Number
 from pathlib import Path
 from typing import Any, cast
@@ -24,28 +25,21 @@ from typing import Any, cast
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from curvestep._files import write_atomically
 from curvestep.calibration import calibrate as trials
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
 from curvestep.integrations.reporting import (
-    Options,
-    State,
     StepMeasurement,
-    backward_by,
     can_be_read_once,
-    clips,
-    first_then,
-    log_to,
     need,
-    probe_at,
+    recorded,
     schedule_kind,
     warn_if_clipped_twice,
 )
 from curvestep.loaders import Readable, unmoved
 from curvestep.optimizer_family import check_optimizer
-from curvestep.smoothness.observer import batch_length
+from curvestep.smoothness.observer import ClipsItself
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import undone
 
@@ -65,21 +59,8 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
 
     For ``Trainer(callbacks=[...])`` or ``trainer.add_callback``, and for TRL's trainers. Gradient
     accumulation, ``max_grad_norm``, bf16, gradient checkpointing, ``torch_compile``, DDP and resuming from a
-    checkpoint are taken care of.
-
-    Args:
-        every: Optimizer steps between measurements. Default: ten rows soon, then 5 % of the gradients.
-        fractions: Where on the step to take gradients, each in (0, 1]. Each costs one more pass over the
-            batch of a measured step. Default: two short ones that follow the run, and the whole step.
-        estimators: Columns of the trace, or a mapping from column to its period in measurements.
-        trace: Where the rows go: a path, a trace, or None for memory.
-        if_exists: What to do with a file that holds a run: ``"resume"`` continues it after a checkpoint, and
-            writes beside it without; ``"new"`` always writes beside it, ``"overwrite"`` starts it again.
-        max_overhead: Gradients for measuring over those for training, such as 0.02, after ten rows.
-        layers: Also measure each layer.
-        on_error: ``"off"`` warns once and measures nothing more, ``"mark"`` notes failures in the rows,
-            ``"raise"`` stops training.
-        log: Whether rows go where ``report_to`` says, as ``curvestep/…``.
+    checkpoint are taken care of. The options are those of
+    :class:`~curvestep.integrations.reporting.StepMeasurement`.
 
     Attributes:
         probe: The probe, from the first training step on.
@@ -87,27 +68,6 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
 
     _trainer: Trainer  # once it is attached
     _training_step: Callable[..., Tensor]
-
-    def __init__(
-        self,
-        *,
-        every: int | None = None,
-        fractions: tuple[float, ...] | None = None,
-        estimators: list[str] | dict[str, int] | None = None,
-        trace: str | Path | None = None,
-        if_exists: str = "resume",
-        max_overhead: float | None = None,
-        layers: bool = False,
-        on_error: str = "off",
-        log: bool = True,
-    ) -> None:
-        self._options: Options = {
-            "every": every, "fractions": fractions, "estimators": estimators or ["smoothness"],
-            "trace": trace, "if_exists": if_exists, "max_overhead": max_overhead, "layers": layers,
-            "on_error": on_error,
-        }  # fmt: skip
-        self._log = log
-        self._hooks: list[RemovableHandle] = []
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
@@ -120,7 +80,7 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
                 raise ValueError("This trainer has two `SmoothnessCallback`s: one is enough.")
             self._trainer, self._training_step = trainer, trainer.training_step
             trainer.training_step = self._recorded_step
-        self.on_train_end()
+        self._close()
         self.probe = None
         optimizer = kwargs.get("optimizer")
         if args.max_grad_norm and optimizer is not None:
@@ -140,59 +100,42 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
             write_atomically(folder / STATE, json.dumps(self.probe.state_dict()))
 
     def on_train_end(self, *_: object, **__: object) -> None:
-        """Close the trace; ``callback.probe`` keeps the rows."""
-        for hook in self._hooks:
-            hook.remove()
-        self._hooks = []
-        if self.probe is not None:
-            self.probe.close()
+        """Take the hooks away and close the trace."""
+        self._close()
 
-    def _start(self, model: nn.Module) -> SmoothnessProbe:
-        """Make the probe: only now are model and optimizer prepared and wrapped."""
+    def _started(self, model: nn.Module) -> SmoothnessProbe:
+        """The probe, made where only now model and optimizer are prepared and wrapped."""
         trainer = self._trainer
         optimizer, scaler = check_optimizer(trainer.optimizer), trainer.accelerator.scaler
         step, kept = trainer.state.global_step, _checkpoint_of(trainer.args, trainer.state) / STATE
-        state: State = {}
         if step > 0 and kept.exists():
-            state = json.loads(kept.read_text(encoding="utf-8"))
-        options = self._options | {"backward": backward_by(scaler), "num_steps": trainer.state.max_steps}
-        self.probe = probe = probe_at(step, model, state, options)
-        if self._log:
-            probe.listen(log_to(optimizer, self._report))
-        if scaler is None:
-            self._hooks.append(optimizer.register_step_post_hook(self._end))
-        else:  # which may skip the step after the gradients were shown
-            probe.watch(optimizer)
-        return probe
+            self._saved = json.loads(kept.read_text(encoding="utf-8"))
+        self.options["num_steps"] = trainer.state.max_steps
+        # A scaler may skip the step after the gradients were shown: there the step itself must begin it.
+        return self._start(model, optimizer, scaler, self._report, step, watches=scaler is not None)
 
     def _recorded_step(self, model: nn.Module, inputs: object, num_items_in_batch: object = None) -> Tensor:
-        """The Trainer's ``training_step``, its loss recorded at steps that are due."""
-        trainer = self._trainer
-        probe = self.probe or self._start(model)
-        if not probe.due:
-            loss = self._training_step(model, inputs, num_items_in_batch)
-        else:
-            num_parts = trainer.current_gradient_accumulation_steps
-            kept, outputs = copy.copy(inputs), []  # a training step may pop from its inputs
+        """The Trainer's ``training_step``, its loss recorded."""
+        trainer, kept = self._trainer, inputs
+        probe = self.probe or self._started(model)
+        num_parts = trainer.current_gradient_accumulation_steps
+        if probe.due:  # a training step may pop from its inputs
+            kept = copy.copy(inputs)
 
-            # Each loss is this batch's share of a sum, and the probe takes means.
-            def trained() -> Tensor | float:
-                outputs.append(self._training_step(model, inputs, num_items_in_batch))
-                return outputs[0].item() * num_parts
+        def replayed() -> Tensor:
+            with _untouched(trainer), _caught_loss(trainer) as caught:
+                self._training_step(model, copy.copy(kept), num_items_in_batch)
+            return caught[0] * num_parts
 
-            def replayed() -> Tensor | float:
-                with _untouched(trainer), _caught_loss(trainer) as caught:
-                    self._training_step(model, copy.copy(kept), num_items_in_batch)
-                return caught[0] * num_parts
-
-            probe.record(first_then(trained, replayed), batch_size=round(batch_length(inputs)))
-            loss = outputs[0]
-        if trainer.accelerator.sync_gradients and trainer.accelerator.scaler is None:
+        train = partial(self._training_step, model, inputs, num_items_in_batch)
+        # Each loss is this batch's share of a sum, and the probe takes means.
+        loss = recorded(probe, train, lambda loss: loss * num_parts, replayed, inputs)
+        if trainer.accelerator.sync_gradients and self._begins:
             probe._begin(check_optimizer(trainer.optimizer))  # clipping by max_grad_norm comes next
             self._begun = True
         return loss
 
-    def _report(self, numbers: dict[str, float], _: int) -> None:
+    def _report(self, numbers: dict[str, float]) -> None:
         """To the callbacks that do not print: one more call of ``trainer.log`` would empty TRL's metrics."""
         trainer, handler = self._trainer, self._trainer.callback_handler
         callbacks = handler.callbacks
@@ -301,7 +244,7 @@ def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> C
         kind = str(getattr(args.lr_scheduler_type, "value", args.lr_scheduler_type))
         schedule = schedule_kind(not kind.startswith("constant"))
     optimizer = _optimizer_of(trainer, model)
-    max_norm = None if clips(optimizer) else args.max_grad_norm or None
+    max_norm = None if isinstance(optimizer, ClipsItself) else args.max_grad_norm or None
     loader, steps = trainer.get_train_dataloader(), args.gradient_accumulation_steps
     spread = _over_processes(trainer, model)
 
