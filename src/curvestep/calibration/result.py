@@ -80,7 +80,7 @@ class Calibration:
         from curvestep.display.drawing import figure_of
         from curvestep.display.results import calibration
 
-        return figure_of(calibration(self), title=title, note=words.headline(self))
+        return figure_of([calibration(self)], title=title, note=words.headline(self))
 
     def apply(self, optimizer: Optimizer, *schedulers: Any) -> None:
         """Set the learning rate of an optimizer and of all its schedulers, and a threshold where it has none.

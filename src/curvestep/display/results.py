@@ -172,7 +172,7 @@ def fit_charts(fit: SmoothnessFit) -> list[Chart]:
     return [chart for chart in found if chart is not None]
 
 
-def calibration(found: Calibration) -> list[Chart]:
+def calibration(found: Calibration) -> Chart:
     """The gain of each trial against its learning rate, one line for each length, and the choice."""
     table = np.array([(arm.num_steps, arm.lr, arm.gain, arm.error) for arm in found.arms])
     table = table[np.isfinite(table[:, 2])]
@@ -184,7 +184,7 @@ def calibration(found: Calibration) -> list[Chart]:
     ends = np.array([table[:, 2].min(initial=0.0), table[:, 2].max(initial=0.0)])
     chosen = Series(f"lr {found.lr:.3g}", np.array([found.lr, found.lr]), ends, colour="ink", dash="dash")
     axes = Axis("learning rate", log=True), Axis("fall of the loss of other batches")
-    return [Chart("calibration", "What short trials gained", *axes, (*series, chosen))]
+    return Chart("calibration", "What short trials gained", *axes, (*series, chosen))
 
 
 def running_mean(steps: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:

@@ -14,7 +14,6 @@ from curvestep.display.results import within
 from curvestep.lab.report import page_words
 from curvestep.lab.report.charts import (
     TEMPLATE,
-    calibration_charts,
     comparison,
     rounded,
     run_charts,
@@ -37,7 +36,8 @@ def views(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def charts(views):
-    return [*run_charts(views[0]), *comparison(views), *calibration_charts(make_calibration())]
+    calibrated = replace(views[0], calibration=make_calibration())
+    return [*run_charts(calibrated), *comparison(views)]
 
 
 def coloured(value):
@@ -262,9 +262,15 @@ def test_what_happens_within_steps_is_shown_with_its_interval(tmp_path, views):
     assert page_words.within(views[0]) == ""
 
 
+def calibration_chart(cal):
+    """The one chart of a run that has a calibration and nothing else."""
+    (chart,) = run_charts(RunView(name="run", setting="lr 1", calibration=cal))
+    return chart
+
+
 def test_chart_has_every_trial_and_the_choice():
     cal = make_calibration()
-    (chart,) = calibration_charts(cal)
+    chart = calibration_chart(cal)
     trials, chosen = chart.series
     assert trials.x.tolist() == [arm.lr for arm in cal.arms]
     assert trials.y.tolist() == [arm.gain for arm in cal.arms]
@@ -280,11 +286,11 @@ def test_trial_that_broke_is_left_out_and_doubled_ones_have_a_line_of_their_own(
     broken = replace(cal.arms[-1], gain=-math.inf)
     longer = tuple(replace(arm, num_steps=32) for arm in cal.arms)
     odd = replace(cal, arms=(*cal.arms[:-1], broken, *longer))
-    (chart,) = calibration_charts(odd)
+    chart = calibration_chart(odd)
     assert [series.name for series in chart.series[:2]] == ["16 steps", "32 steps"]
     assert len(chart.series[0].x) == len(cal.arms) - 1
     assert json.dumps(to_plotly(chart), allow_nan=False)
-    assert "32 steps" in page_words.calibration(odd)
+    assert "32 steps" in chart.words
 
 
 @pytest.mark.parametrize(("optimizer", "threshold"), [

@@ -226,12 +226,14 @@ def test_validation_calibration_and_optimizer_of_ones_own_loop_are_shown(tmp_pat
     with Trace(own / "trace.jsonl", header={"model": "Net", "optimizer": "SGD, momentum 0"}) as trace:
         for row in Trace.load(made / "trace.jsonl"):
             trace.append(dict(row))
-    (own / "metrics.jsonl").write_text('{"step": 100, "split": "valid", "loss": 0.75}\n')
+    rows = (("valid", 0.75), ("test", 9.0), ("train", 3.0))
+    lines = [f'{{"step": 100, "split": "{split}", "loss": {loss}}}\n' for split, loss in rows]
+    (own / "metrics.jsonl").write_text("".join(lines))
     write_calibration(own, make_calibration())
     page = write_page([own], tmp_path / "page.html")
     text = html.unescape(page.path.read_text())
     assert "Held-out loss ends at 0.75." in text
-    assert text.count(page_words.calibration(make_calibration())) == 1
+    assert text.count(page_words.calibration(page.runs[0])) == 1
     assert "<td>SGD, momentum 0</td>" in text
     assert "run-0-calibration" in packed(page.path)
 

@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 
-from curvestep.calibration.result import Calibration
 from curvestep.display import results
 from curvestep.display.chart import (
     BOLD,
@@ -70,16 +69,9 @@ def run_charts(view: RunView) -> list[Chart]:
         results.scatter(view.measured, view.fit),
         view.fit and results.within(view.fit),
         layers(view),
+        view.calibration and results.calibration(view.calibration),
     ]
-    charts = [replace(chart, words=page_words.OF_RUN[chart.kind](view)) for chart in filter(None, own)]
-    if view.calibration:
-        charts += calibration_charts(view.calibration)
-    return charts
-
-
-def calibration_charts(found: Calibration) -> list[Chart]:
-    """The chart of a calibration with its caption."""
-    return [replace(chart, words=page_words.calibration(found)) for chart in results.calibration(found)]
+    return [replace(chart, words=page_words.OF_RUN[chart.kind](view)) for chart in filter(None, own)]
 
 
 def layers(view: RunView) -> Chart | None:

@@ -8,7 +8,7 @@ import io
 import json
 import platform
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from itertools import chain
@@ -87,7 +87,7 @@ def write_page(
     verdicts = [page_words.verdict(task, title=task.name if len(tasks) > 1 else "") for task in tasks]
     claims = claims_of(places)
     heading = title or page_words.page_title(views, places, reproduction=claims is not None)
-    page = render_page(tasks, verdicts, claims=claims, figures=figures_of(places), title=heading)
+    page = _rendered(tasks, verdicts, claims, figures_of(places), heading)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page.encode())
     if claims:
@@ -110,13 +110,8 @@ def _check_output(output: Path, *, overwrite: bool) -> None:
         )
 
 
-def render_page(
-    tasks: Sequence[Task],
-    verdicts: Sequence[Fields],
-    *,
-    claims: Fields | None = None,
-    figures: Sequence[Mapping[str, str]] = (),
-    title: str = "",
+def _rendered(
+    tasks: Sequence[Task], verdicts: list[Fields], claims: Fields | None, figures: list[Fields], title: str
 ) -> str:
     """The page as text."""
     views = [view for task in tasks for view in task.runs]
@@ -128,10 +123,7 @@ def render_page(
     drawn: dict[str, Chart] = {}  # by the id of their place in the page
     for part in (*runs, *compared):
         drawn |= part["charts"]
-    specs = {
-        "template": TEMPLATE,
-        "charts": {key: to_plotly(chart) for key, chart in drawn.items()},
-    }
+    specs = {"template": TEMPLATE, "charts": {key: to_plotly(chart) for key, chart in drawn.items()}}
     environment = Environment(
         loader=PackageLoader("curvestep.lab.report", "template"),
         autoescape=True,
@@ -214,7 +206,7 @@ def claims_of(paths: Sequence[Path]) -> Fields | None:
     }
 
 
-def figures_of(paths: Sequence[Path]) -> list[dict[str, str]]:
+def figures_of(paths: Sequence[Path]) -> list[Fields]:
     """The figures that the reproductions among ``paths`` drew, as images for a page; a lost one says so."""
     pictures = []
     for path in paths:
@@ -223,7 +215,7 @@ def figures_of(paths: Sequence[Path]) -> list[dict[str, str]]:
     return pictures
 
 
-def _picture(folder: Path, about: Fields) -> dict[str, str]:
+def _picture(folder: Path, about: Fields) -> Fields:
     file = folder / str(about.get("png"))
     title = str(about.get("title", file.stem))
     if not file.is_file():

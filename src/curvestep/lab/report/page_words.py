@@ -16,7 +16,6 @@ import curvestep
 from curvestep.advice.advice import Advice
 from curvestep.advice.advice_words import rate_name
 from curvestep.advice.decision import CANNOT_TELL, DIVERGED
-from curvestep.calibration.result import Calibration
 from curvestep.display.chart import NUM_COLOURS
 from curvestep.display.markup import plain
 from curvestep.display.results import finite, stability, usable
@@ -260,15 +259,10 @@ def layers(view: RunView) -> str:
     )
 
 
-# By the kind of the chart.
-OF_RUN: dict[str, Callable[[RunView], str]] = {
-    "scatter": scatter, "norm": norm, "loss": loss, "edge": edge, "layers": layers,
-    "within": lambda view: f"{within(view)} Each point is one step: the change of both over its last part.",
-}  # fmt: skip
-
-
-def calibration(found: Calibration) -> str:
+def calibration(view: RunView) -> str:
     """Gains of the trials, and the setting that follows."""
+    found = view.calibration
+    assert found is not None
     arms = found.last_arms
     best = max(arms, key=lambda arm: arm.gain)
     return (
@@ -277,6 +271,14 @@ def calibration(found: Calibration) -> str:
         f"by {best.gain:.3g}, at lr {best.lr:.3g}. The choice is lr {found.lr:.3g}; confidence: "
         f"{found.confidence}."
     )
+
+
+# By the kind of the chart.
+OF_RUN: dict[str, Callable[[RunView], str]] = {
+    "scatter": scatter, "norm": norm, "loss": loss, "edge": edge, "layers": layers,
+    "calibration": calibration,
+    "within": lambda view: f"{within(view)} Each point is one step: the change of both over its last part.",
+}  # fmt: skip
 
 
 def comparison(views: Sequence[RunView], num_settings: int) -> str:

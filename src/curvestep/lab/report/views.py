@@ -194,7 +194,7 @@ def _run_view(run: Run, name: str) -> RunView:
     notes: list[Note] = []
     with _noted(notes):
         train = _training_columns(run)
-        held_out = _held_out(run)
+        held_out = _held_out(run.metrics)
         calibration = _tried(partial(read_calibration, run.folder), DAMAGED, notes)
         measurement: Fields = {}
         if not run.trace_path.exists():
@@ -235,12 +235,11 @@ def _training_columns(run: Run) -> Columns:
     return columns
 
 
-def _held_out(run: Run) -> Columns:
-    """Losses on validation data, or where there are none on test data."""
-    steps, losses = run.column("loss", "valid")
-    if not len(steps):
-        steps, losses = run.column("loss", "test")
-    return {"step": steps.astype(float), "loss": losses}
+def _held_out(metrics: Sequence[Fields]) -> Columns:
+    """Steps and losses on validation data, or where there are none on test data."""
+    losses = [row for row in metrics if "loss" in row]
+    valid, test = ([row for row in losses if row.get("split") == split] for split in ("valid", "test"))
+    return {key: np.array([row[key] for row in valid or test], dtype=float) for key in ("step", "loss")}
 
 
 def _metrics(by_split: Fields) -> dict[str, float]:
@@ -261,7 +260,7 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
         beside: Fields = {}
         if path.name == TRACE:
             beside = {
-                "held_out": _rows_beside(path),
+                "held_out": _held_out(_rows_beside(path)),
                 "calibration": _tried(partial(read_calibration, path.parent), DAMAGED, notes),
             }
     measured = measurement["measured"]
@@ -289,16 +288,14 @@ def _setting(lr: float, max_norm: float) -> str:
     return f"lr {lr:.3g}, {clip}"
 
 
-def _rows_beside(trace: Path) -> Columns:
-    """Held-out losses in ``metrics.jsonl`` beside a trace."""
+def _rows_beside(trace: Path) -> list[Fields]:
+    """The rows of ``metrics.jsonl`` beside a trace."""
     path = trace.parent / METRICS
-    rows: list[Fields] = []
-    if path.exists():
-        with path.open("rb") as file, warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # rows written by hand have no checksum
-            rows = list(read_rows(file, path))
-    held_out = [row for row in rows if row.get("split") in ("valid", "test") and "loss" in row]
-    return {key: np.array([row[key] for row in held_out], dtype=float) for key in ("step", "loss")}
+    if not path.exists():
+        return []
+    with path.open("rb") as file, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # rows written by hand have no checksum
+        return list(read_rows(file, path))
 
 
 def _tried(read: Callable[[], Result], kind: str, notes: list[Note]) -> Result | None:
