@@ -18,7 +18,7 @@ from curvestep.theory import (
     first_hit,
     hitting_time,
 )
-from curvestep.theory.complexity import FIRST_BLOCK, LARGEST_BLOCK, walk
+from curvestep.theory.complexity import FIRST_BLOCK, LARGEST_BLOCK, first_hits, walk
 from tests.theory.draws import rotated_walls
 
 
@@ -69,7 +69,8 @@ def slow_twin(problem, rule, x0, num_steps):
 )
 def test_descent_on_many_runs_is_each_run_by_itself(num_steps):
     lrs, starts = np.array([[1.0], [5.0]]), np.array([3.0, -2.0, 0.1])
-    runs = descend(Quartic(), ClippedStep(lr=lrs, max_norm=0.01), starts, num_steps, eps=1e-3)
+    runs = descend(Quartic(), ClippedStep(lr=lrs, max_norm=0.01), starts, num_steps)
+    hits = first_hits(Quartic(), ClippedStep(lr=lrs, max_norm=0.01), starts, 1e-3, num_steps)
     assert runs.points.shape == (num_steps + 1, 2, 3)
     for i, lr in enumerate(lrs[:, 0]):
         for j, start in enumerate(starts):
@@ -79,7 +80,7 @@ def test_descent_on_many_runs_is_each_run_by_itself(num_steps):
 
             path = slow_twin(Quartic(), rule, start, num_steps)
             np.testing.assert_allclose(runs.points[:, i, j], path, rtol=1e-9, atol=1e-12)
-            assert runs.hits[i, j] == first_hit(np.abs(4 * path**3), 1e-3)
+            assert hits[i, j] == first_hit(np.abs(4 * path**3), 1e-3)
 
 
 def test_descent_in_space_is_each_run_by_itself():
@@ -94,36 +95,23 @@ def test_descent_in_space_is_each_run_by_itself():
         np.testing.assert_allclose(
             runs.points[:, j], slow_twin(f, rule, starts[j], 200), rtol=1e-9, atol=1e-12
         )
-    np.testing.assert_allclose(runs.values, f.value(runs.points))
     np.testing.assert_allclose(runs.grad_norms, f.grad_norm(runs.points))
 
 
-def test_keeping_fewer_iterates_changes_nothing_else():
+def test_hits_are_those_of_the_whole_run_and_end_it():
     rule = ClippedStep(lr=np.array([1.0, 5.0]), max_norm=0.01)
-    full = descend(Quartic(), rule, 3.0, 2500, eps=1e-3)
-    thin = descend(Quartic(), rule, 3.0, 2500, eps=1e-3, every=700)
-    np.testing.assert_array_equal(thin.steps, [0, 700, 1400, 2100, 2500])
-    np.testing.assert_array_equal(thin.points, full.points[thin.steps])
-    np.testing.assert_array_equal(thin.hits, full.hits)
-    np.testing.assert_array_equal(thin.best_grad_norm, full.grad_norms.min(axis=0))
-    np.testing.assert_array_equal(descend(Quartic(), rule, 3.0, 1400, every=700).steps, [0, 700, 1400])
+    full = first_hit(descend(Quartic(), rule, 3.0, 2500).grad_norms, 1e-3)
+    np.testing.assert_array_equal(first_hits(Quartic(), rule, 3.0, 1e-3, 10**9), full)
+    np.testing.assert_array_equal(
+        first_hits(Quartic(), rule, 3.0, 1e-3, int(full.min())), [math.inf, full.min()]
+    )
 
 
-def test_stopping_when_all_have_hit_changes_no_hit():
-    rule = ClippedStep(lr=np.array([1.0, 5.0]), max_norm=0.01)
-    full = descend(Quartic(), rule, 3.0, 20_000, eps=1e-3, every=100)
-    short = descend(Quartic(), rule, 3.0, 20_000, eps=1e-3, every=100, until_hit=True)
-    np.testing.assert_array_equal(short.hits, full.hits)
-    assert full.hits.max() <= short.steps[-1] < 2000
-    np.testing.assert_array_equal(short.points[:3], full.points[:3])
-
-
-def test_a_diverging_run_ends_as_diverged_and_stops_no_other():
+def test_a_diverging_run_never_hits_and_stops_no_other():
     wall = ExponentialWall(L0=1.0, L1=1.0)
-    runs = descend(wall, FixedStep(lr=np.array([0.1, 10.0])), 3.0, 3000, eps=1e-6)
-    assert list(runs.status) == ["done", "diverged"]
-    assert math.isfinite(runs.hits[0])
-    assert runs.hits[1] == math.inf
+    rule = FixedStep(lr=np.array([0.1, 10.0]))
+    np.testing.assert_array_equal(np.isfinite(descend(wall, rule, 3.0, 3000).grad_norms[-1]), [True, False])
+    np.testing.assert_array_equal(np.isfinite(first_hits(wall, rule, 3.0, 1e-6, 3000)), [True, False])
 
 
 def test_noise_enters_direction_and_norm_and_is_seeded():
@@ -144,7 +132,7 @@ def test_noise_enters_direction_and_norm_and_is_seeded():
 
 def test_every_noise_value_is_used_once_across_blocks():
     class Ones(BoundedNoise):
-        def draw(self, rng, batch, event):
+        def draw(self, rng, batch, problem):
             return np.ones(batch)
 
     num_steps = 2 * LARGEST_BLOCK + 3
@@ -163,9 +151,7 @@ def test_every_noise_value_is_used_once_across_blocks():
         (lambda: hitting_time([1.0], confidence=1.0), "`confidence` must be between"),
         (lambda: descend(Quartic(), FixedStep(lr=0.1), math.nan, 10), "`x0` must be finite"),
         (lambda: descend(Quartic(), FixedStep(lr=0.1), 1.0, -1), "`num_steps` must be a whole number"),
-        (lambda: descend(Quartic(), FixedStep(lr=0.1), 1.0, 10, every=0), "`every` must be a whole number"),
-        (lambda: descend(Quartic(), FixedStep(lr=0.1), 1.0, 10, eps=-1.0), "`eps` must be positive"),
-        (lambda: descend(Quartic(), FixedStep(lr=0.1), 1.0, 10, until_hit=True), "`until_hit` needs `eps`"),
+        (lambda: first_hits(Quartic(), FixedStep(lr=0.1), 1.0, -1.0, 10), "`eps` must be positive"),
         (lambda: descend(Quadratic([1.0, 1.0]), FixedStep(lr=0.1), 1.0, 10), "`x0` must have 2 coordinates"),
     ],
 )

@@ -22,12 +22,10 @@ class Certificate:
     """A guarantee held against a run."""
 
     guarantee: Guarantee  # the guarantee that was tried
-    problem: str  # name of the problem it was tried on
     status: str  # "holds", "violated", or "undecided" if the run was stopped before it could tell
     measured: float  # iterations to gradient norm eps; with noise the median over runs; inf if not reached
     bound: float  # iterations that the guarantee promises
     descent_excess: float | None  # by how much a step fell short of its decrease, relative; None: no promise
-    num_steps: int  # iterations that were run
     reasons: tuple[Note, ...]  # outside-class, gap, gradient-norm, decrease, slower or faster than promised
 
 
@@ -77,12 +75,12 @@ def certify(
     starts = problem.check_start(x0)
     reasons = _class_reasons(problem, starts, guarantee)
     if reasons:
-        return _certificate(problem, guarantee, math.inf, None, 0, reasons)
+        return _certificate(guarantee, math.inf, reasons)
     if guarantee.tau is not None:
         if starts.shape != problem.event_shape:
             raise ValueError(f"`x0` must be one start where there is noise, got shape {starts.shape}.")
         noise = _noise_within(noise, guarantee)
-        starts = np.array(np.broadcast_to(starts, (check_count("num_runs", num_runs), *problem.event_shape)))
+        starts = np.broadcast_to(starts, (check_count("num_runs", num_runs), *problem.event_shape))
     limit = min(max_steps, math.floor(guarantee.bound) + 1)
     return _run(problem, guarantee, starts, limit, noise, seed)
 
@@ -91,8 +89,7 @@ def _run(
     problem: Problem, guarantee: Guarantee, starts: Array, limit: int, noise: BoundedNoise | None, seed: int
 ) -> Certificate:
     assert guarantee.rule is not None
-    batch = starts.shape[: starts.ndim - len(problem.event_shape)]
-    hits, excess, steepest, num_steps = np.full(batch, math.inf), -math.inf, 0.0, 0
+    hits, excess, steepest, num_steps = np.array(math.inf), -math.inf, 0.0, 0
     level, enough, many = guarantee.gap * (1 + TOLERANCE), 1 - 1e-9, "in all of them"
     if guarantee.tau is not None:  # noisy runs leave the sublevel set; only a global M says anything then
         level, enough, many = math.inf, 0.75, "in most runs"
@@ -129,7 +126,7 @@ def _run(
     descent = None
     if math.isfinite(excess):  # -inf where no decrease is promised
         descent = excess
-    return _certificate(problem, guarantee, measured, descent, num_steps, reasons, undecided=undecided)
+    return _certificate(guarantee, measured, reasons, descent_excess=descent, undecided=undecided)
 
 
 def certify_lower_bound(
@@ -152,7 +149,7 @@ def certify_lower_bound(
         >>> certify_lower_bound(theorem4(**numbers, version="printed")).reasons[0].text
         'exponential wall as printed is not in the class: L1 = 5 needs L0 = 5, and L0 = 1 is claimed'
     """
-    if guarantee.kind != "lower" or guarantee.up_to_constant or guarantee.M is None:
+    if guarantee.rule is not None or guarantee.up_to_constant or guarantee.M is None:
         raise ValueError(f"`guarantee` must be what `theorem4` returns, got {guarantee.theorem}.")
     pair = lower_bound_pair(
         L0=guarantee.L0,
@@ -165,7 +162,7 @@ def certify_lower_bound(
     reasons = _class_reasons(pair.wall, np.array(pair.wall_start), guarantee)
     reasons += _class_reasons(pair.valley, np.array(pair.valley_start), guarantee)
     if reasons:
-        return _certificate(pair.valley, guarantee, math.inf, None, 0, reasons)
+        return _certificate(guarantee, math.inf, reasons)
     steps = np.ravel(np.asarray(fractions, dtype=np.float64)) * pair.largest_step
     too_long = FixedStep(lr=pair.largest_step * 1.001)
     if math.isfinite(first_hits(pair.wall, too_long, np.array(pair.wall_start), guarantee.eps, 1000).item()):
@@ -178,7 +175,7 @@ def certify_lower_bound(
     if measured < guarantee.bound * (1 - TOLERANCE):
         text = f"a fixed step needed only {measured:g} iterations, fewer than {guarantee.bound:.6g}"
         reasons.append(Note("faster", text))
-    return _certificate(pair.valley, guarantee, measured, None, num_steps, reasons)
+    return _certificate(guarantee, measured, reasons)
 
 
 def _class_reasons(problem: Problem, starts: Array, guarantee: Guarantee) -> list[Note]:
@@ -206,13 +203,11 @@ def _noise_within(noise: BoundedNoise | None, guarantee: Guarantee) -> BoundedNo
 
 
 def _certificate(
-    problem: Problem,
     guarantee: Guarantee,
     measured: float,
-    descent_excess: float | None,
-    num_steps: int,
     reasons: list[Note],
     *,
+    descent_excess: float | None = None,
     undecided: bool = False,
 ) -> Certificate:
     status = "holds"
@@ -222,11 +217,9 @@ def _certificate(
         status = "undecided"
     return Certificate(
         guarantee=guarantee,
-        problem=problem.name,
         status=status,
         measured=measured,
         bound=guarantee.bound,
         descent_excess=descent_excess,
-        num_steps=num_steps,
         reasons=tuple(reasons),
     )

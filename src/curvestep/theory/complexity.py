@@ -84,13 +84,8 @@ def hitting_time(hits: ArrayLike, *, confidence: float = 0.95) -> HittingTime:
 class Descent:
     """Many runs of descent, side by side."""
 
-    steps: Array  # iterations that were kept, starting with 0
-    points: Array  # iterates at these, iterations along the first axis
-    values: Array  # f at these
-    grad_norms: Array  # gradient norms at these
-    hits: Array | None  # first iteration with gradient norm at most eps, of all; None without eps
-    best_grad_norm: Array  # smallest gradient norm of each run over all iterations
-    status: Array  # "done" or "diverged" for each run
+    points: Array  # iterates, iterations along the first axis, starting with x0
+    grad_norms: Array  # gradient norms at these; a run that diverges ends in inf or NaN
 
 
 def descend(
@@ -99,25 +94,18 @@ def descend(
     x0: ArrayLike,
     num_steps: int,
     *,
-    eps: float | None = None,
-    every: int = 1,
-    until_hit: bool = False,
     noise: BoundedNoise | None = None,
     seed: int = 0,
 ) -> Descent:
     r"""Run :math:`x_{k+1} = x_k - h(\lVert g_k\rVert)\,g_k`, for many step sizes and starts at once.
 
-    The step sizes of ``rule`` and the starts ``x0`` are broadcast against each other. A run that overflows
-    ends as ``"diverged"``; the others go on.
+    The step sizes of ``rule`` and the starts ``x0`` are broadcast against each other.
 
     Args:
         problem: The function.
         rule: The step rule; its hyperparameters may be arrays.
         x0: Starts; one point, or many.
         num_steps: Number of iterations.
-        eps: Gradient norm of which to report the first hit.
-        every: Keep every so many iterates, and the last.
-        until_hit: Stop soon after every run has hit ``eps``.
         noise: Noise to add to every gradient; direction and norm both see it.
         seed: Seed of the noise.
 
@@ -125,57 +113,31 @@ def descend(
         Three step sizes on x⁴ from 30; the largest diverges:
 
         >>> from curvestep.theory import FixedStep, Quartic
-        >>> runs = descend(Quartic(), FixedStep(lr=np.array([1e-4, 3e-4, 6e-4])), 30.0, 2000, eps=1.0)
-        >>> runs.hits, runs.status
-        (array([ inf, 977.,  inf]), array(['done', 'done', 'diverged'], dtype='<U8'))
+        >>> runs = descend(Quartic(), FixedStep(lr=np.array([1e-4, 3e-4, 6e-4])), 30.0, 2000)
+        >>> first_hit(runs.grad_norms, eps=1.0), np.isfinite(runs.grad_norms[-1])
+        (array([ inf, 977.,  inf]), array([ True,  True, False]))
     """
-    event, starts = problem.event_shape, problem.check_start(x0)
-    # Repeated, so that every hyperparameter has its own.
-    batch = np.broadcast_shapes(
-        starts.shape[: starts.ndim - len(event)], *map(np.shape, rule.parameters.values())
-    )
-    starts = np.array(np.broadcast_to(starts, batch + event))
-    check_count("num_steps", num_steps, least=0)
-    check_count("every", every)
-    if eps is not None:
-        check_positive("eps", eps)
-    elif until_hit:
-        raise ValueError("`until_hit` needs `eps`: without it nothing can be hit.")
-    hits, best = np.full(batch, math.inf), np.full(batch, math.inf)
-    kept: list[Array] = []
-    kept_steps: list[Array] = []
-    for start, block in walk(problem, rule, starts, num_steps, noise=noise, seed=seed):
-        with np.errstate(over="ignore", invalid="ignore"):
-            norms = problem.grad_norm(block)
-        best = np.fmin(best, np.fmin.reduce(norms, axis=0))
-        if eps is not None:
-            hits = np.minimum(hits, start + first_hit(norms, eps))
-        wanted = np.arange(-start % every, len(block), every)
-        finished = until_hit and bool(np.isfinite(hits).all())
-        if finished or start + len(block) > num_steps:
-            wanted = np.union1d(wanted, len(block) - 1)
-        kept.append(block[wanted])
-        kept_steps.append(start + wanted)
-        if finished:
-            break
-    points = np.concatenate(kept)
+    blocks = walk(problem, rule, x0, num_steps, noise=noise, seed=seed)
+    points = np.concatenate([block.copy() for _, block in blocks])
     with np.errstate(over="ignore", invalid="ignore"):
-        values, grad_norms = problem.value(points), problem.grad_norm(points)
-    return Descent(
-        steps=np.concatenate(kept_steps),
-        points=points,
-        values=values,
-        grad_norms=grad_norms,
-        hits=hits if eps is not None else None,
-        best_grad_norm=best,
-        status=np.where(np.isfinite(grad_norms[-1]), "done", "diverged"),
-    )
+        return Descent(points=points, grad_norms=problem.grad_norm(points))
+
+
+def first_hits(problem: Problem, rule: StepRule, x0: ArrayLike, eps: float, num_steps: int) -> Array:
+    """The first hit of each run of at most so many steps; it ends soon after the last of them."""
+    hits = np.array(math.inf)
+    for start, block in walk(problem, rule, x0, num_steps):
+        with np.errstate(over="ignore", invalid="ignore"):
+            hits = np.minimum(hits, start + first_hit(problem.grad_norm(block), eps))
+        if np.isfinite(hits).all():
+            break
+    return hits
 
 
 def walk(
     problem: Problem,
     rule: StepRule,
-    starts: Array,
+    x0: ArrayLike,
     num_steps: int,
     *,
     noise: BoundedNoise | None = None,
@@ -186,14 +148,16 @@ def walk(
     Together the blocks hold every iterate from 0 to ``num_steps`` once. They grow, so that whoever stops
     early has lost little; each is overwritten by the next.
     """
-    event = problem.event_shape
+    check_count("num_steps", num_steps, least=0)
+    event, starts = problem.event_shape, problem.check_start(x0)
     batch = starts.shape[: starts.ndim - len(event)]
+    batch = np.broadcast_shapes(batch, *map(np.shape, rule.parameters.values()))
     if not batch:  # numpy turns a lone number into a scalar, which cannot be written to
         for done, block in walk(problem, rule, starts[None], num_steps, noise=noise, seed=seed):
             yield done, block[:, 0]
         return
     step, rng = rule.stepper(batch), np.random.default_rng(seed)
-    buffer = np.empty((min(LARGEST_BLOCK, num_steps + 1), *starts.shape))
+    buffer = np.empty((min(LARGEST_BLOCK, num_steps + 1), *batch, *event))
     # Views made once: indexing costs as much as arithmetic on few points.
     rows = [buffer[i, ...] for i in range(len(buffer))]
     gradient, subtract = problem.gradient, np.subtract
@@ -255,9 +219,3 @@ def worst_case_complexity(
         return max(float(first_hits(problem, rule, x0, eps, max_steps)) for problem, x0 in family)
 
     return min(map(slowest, rules))
-
-
-def first_hits(problem: Problem, rule: StepRule, starts: ArrayLike, eps: float, num_steps: int) -> Array:
-    """The first hit of each run of at most so many steps."""
-    runs = descend(problem, rule, starts, num_steps, eps=eps, every=num_steps, until_hit=True)
-    return np.asarray(runs.hits)

@@ -22,7 +22,6 @@ class SmoothnessCheck:
     holds: bool  # whether every point keeps the claim, up to rounding
     index: int  # the point that comes closest to breaking it, or breaks it most
     excess: float  # Hessian norm less L0 + L1·gradient norm at that point; positive if the claim is broken
-    needed_L0: float  # the least L0 that these points allow with this L1
 
 
 def sample_frontier(grad_norms: ArrayLike, hessian_norms: ArrayLike, L1: ArrayLike) -> Array:
@@ -66,8 +65,8 @@ def check_smoothness(
         >>> from curvestep.theory import Quartic
         >>> f, x = Quartic(), np.linspace(-30, 30, 60001)
         >>> check = check_smoothness(f.grad_norm(x), f.hessian_norm(x), L0=0.1, L1=10.0)
-        >>> check.holds, round(check.excess, 6), round(check.needed_L0, 6), abs(x[check.index]).round(3)
-        (False, 0.06, 0.16, np.float64(0.2))
+        >>> check.holds, round(check.excess, 6), abs(x[check.index]).round(3)
+        (False, 0.06, np.float64(0.2))
     """
     check_nonnegative("L0", L0)
     check_nonnegative("L1", L1)
@@ -78,7 +77,6 @@ def check_smoothness(
         holds=bool((excess <= 1e-9 * (L0 + L1 * g)).all()),
         index=worst,
         excess=float(excess[worst]),
-        needed_L0=max(0.0, float((ell - L1 * g).max())),
     )
 
 

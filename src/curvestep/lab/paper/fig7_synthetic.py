@@ -27,7 +27,7 @@ from curvestep.lab.paper.verdicts.claims import MissingRuns
 from curvestep.lab.progress import Progress
 from curvestep.lab.run.folder import read_json, write_json
 from curvestep.steps import normalized_from_clipped
-from curvestep.theory.complexity import descend
+from curvestep.theory.complexity import descend, first_hits, walk
 from curvestep.theory.problems.polynomials import Quartic
 from curvestep.theory.rules import ClippedStep, FixedStep, NormalizedStep, SmoothClippedStep, StepRule
 from curvestep.theory.theorems.clipped_gd import theorem3
@@ -138,8 +138,9 @@ def jittered(config: SyntheticConfig) -> dict[str, Array]:
     starts = config.x0 + rng.uniform(-config.jitter, config.jitter, size=config.num_starts)
     numbers: dict[str, Array] = {"starts": starts}
     for name, lrs, rule in _rules(config):
-        runs = descend(Quartic(), rule(lrs[:, None]), starts, config.num_steps, every=config.num_steps)
-        numbers[f"{name}_jittered_final"] = runs.grad_norms[-1]
+        *_, (_, last) = walk(Quartic(), rule(lrs[:, None]), starts, config.num_steps)
+        with np.errstate(over="ignore", invalid="ignore"):
+            numbers[f"{name}_jittered_final"] = Quartic().grad_norm(last[-1])
     return numbers
 
 
@@ -177,10 +178,8 @@ def growth(config: SyntheticConfig) -> dict[str, Array]:
     valleys = [pair.valley_start for pair in pairs], pairs[0].valley
     iterations = []
     for rule, most in rules:
-        num, hits = math.ceil(most), []
-        for starts, problem in (walls, valleys):
-            runs = descend(problem, rule, np.array(starts), num, eps=eps, every=num, until_hit=True)
-            hits.append(np.asarray(runs.hits))
+        num = math.ceil(most)
+        hits = [first_hits(problem, rule, starts, eps, num) for starts, problem in (walls, valleys)]
         slower = np.maximum(*hits)
         iterations.append(np.atleast_2d(slower).min(axis=0))  # of several fixed steps the best
     return {

@@ -181,8 +181,6 @@ def theorem3(
     return Guarantee(
         theorem="Theorem 3",
         version=version,
-        row=12,
-        kind="upper",
         bound=bound,
         rule=rule,
         assumptions=require(*smooth_on(where), *needs),
@@ -220,8 +218,6 @@ def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str 
     return Guarantee(
         theorem="Theorem 3 for normalized descent",
         version=version,
-        row=10,
-        kind="upper",
         bound=bound,
         rule=rule,
         assumptions=(*smooth_on("everywhere"), *positive),

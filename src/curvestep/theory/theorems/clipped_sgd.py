@@ -78,8 +78,6 @@ def theorem7(
     return Guarantee(
         theorem="Theorem 7",
         version=version,
-        row=19,
-        kind="upper",
         bound=bound,
         rule=ShiftedClippedStep(lr=lr, cap=cap, shift=tau),
         assumptions=(*smooth_on("everywhere"), *needs, *_noise(tau)),
@@ -130,8 +128,6 @@ def theorem8(
     return Guarantee(
         theorem="Theorem 8",
         version=version,
-        row=21,
-        kind="upper",
         bound=bound,
         rule=FixedStep(lr=lr),
         assumptions=(*smooth_on("everywhere"), Assumption(f"‖∇f‖ ≤ M {where}"), *_noise(tau)),

@@ -12,7 +12,6 @@ from curvestep.theory.problems.walls import ExponentialWall, PrintedWall, SlowVa
 from curvestep.theory.rules import FixedStep
 from curvestep.theory.theorems.guarantee import (
     Assumption,
-    Bound,
     Guarantee,
     check_numbers,
     check_version,
@@ -70,24 +69,21 @@ def gradient_bound(gap: float, *, L0: float, L1: float, version: str = "sharp") 
     return float(root)  # pyright: ignore[reportArgumentType]  # full_output is off
 
 
-def assumption4(*, L0: float, L1: float, gap: float, version: str = "sharp") -> Bound:
+def assumption4(*, L0: float, L1: float, gap: float, version: str = "sharp") -> float:
     r"""Assumption 4: how large M is, since it is finite anyway.
 
-    ``"printed"`` assumes that M is finite and says nothing about it, so ``value`` is ``inf``. The others are
-    those of :func:`gradient_bound` (row 14).
+    ``"printed"`` assumes that M is finite and says no more, so it is ``inf``. The others are those of
+    :func:`gradient_bound` (row 14).
 
     Example:
-        >>> [round(float(assumption4(L0=1.0, L1=2.0, gap=1.0, version=v)), 3)
-        ...  for v in ("printed", "corrected", "sharp")]
+        >>> numbers = dict(L0=1.0, L1=2.0, gap=1.0)
+        >>> [round(assumption4(**numbers, version=v), 3) for v in ("printed", "corrected", "sharp")]
         [inf, 4.449, 2.968]
     """
     check_version(version)
     if version == "printed":
-        value, assumptions = math.inf, (Assumption("M < ∞"),)
-    else:
-        value = gradient_bound(gap, L0=L0, L1=L1, version=version)
-        assumptions = smooth_on("everywhere")
-    return Bound(statement="Assumption 4", version=version, row=14, value=value, assumptions=assumptions)
+        return math.inf
+    return gradient_bound(gap, L0=L0, L1=L1, version=version)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -173,8 +169,6 @@ def theorem4(
     return Guarantee(
         theorem="Theorem 4",
         version=version,
-        row=16,
-        kind="lower",
         bound=bound,
         rule=None,
         assumptions=(steepest, *require(*needs)),
@@ -230,8 +224,6 @@ def remark5(
     return Guarantee(
         theorem="Remark 5",
         version=version,
-        row=17,
-        kind="lower",
         bound=(L1 * M / log + L0) * gap / eps**2,
         rule=None,
         assumptions=(Assumption("a fixed step size"), *needs),
@@ -272,8 +264,6 @@ def theorem6(
     return Guarantee(
         theorem="Theorem 6",
         version=version,
-        row=18,
-        kind="upper",
         bound=constant * K * gap / eps**2,
         rule=FixedStep(lr=lr),
         assumptions=(*smooth_on("on {f ≤ f(x0)}"), Assumption(f"‖∇f‖ ≤ M = {M:.6g} on {{f ≤ f(x0)}}")),

@@ -34,10 +34,8 @@ class Guarantee:
 
     theorem: str  # its name in the paper
     version: str  # "printed", "corrected" or "sharp"
-    row: int  # the row of docs/theorems.md that says what was wrong
-    kind: str  # "upper" if descent needs at most `bound` iterations, "lower" if at least
     bound: float  # iterations until the gradient norm is at most `eps`; with noise, the median over runs
-    rule: StepRule | None  # None for a lower bound, which holds for every step
+    rule: StepRule | None  # of which it takes at most `bound`; None for a lower bound, of every fixed step
     assumptions: tuple[Assumption, ...]  # what the theorem needs
     L0: float
     L1: float
@@ -55,7 +53,7 @@ class Guarantee:
         return {} if self.rule is None else self.rule.parameters
 
     def __str__(self) -> str:
-        relation = {"upper": "at most", "lower": "at least"}[self.kind]
+        relation = "at most" if self.rule else "at least"
         order = {True: "of order ", False: ""}[self.up_to_constant]
         recipe = ", ".join(f"{k} = {v:.4g}" for k, v in self.hyperparameters.items()) or "every fixed step"
         needs = "; ".join(a.statement for a in self.assumptions)
@@ -63,20 +61,6 @@ class Guarantee:
             f"{self.theorem} ({self.version}): it takes {relation} {order}{self.bound:.4g} iterations to "
             f"gradient norm {self.eps:g}, with {recipe}. It needs: {needs}."
         )
-
-
-@dataclass(frozen=True, kw_only=True)
-class Bound:
-    """A number that a lemma gives, with what it rests on."""
-
-    statement: str  # its name in the paper
-    version: str  # "printed", "corrected" or "sharp"
-    row: int  # the row of docs/theorems.md that says what was wrong
-    value: float  # the number; `float(bound)` is the same
-    assumptions: tuple[Assumption, ...]  # what it needs
-
-    def __float__(self) -> float:
-        return self.value
 
 
 def check_version(version: str, versions: tuple[str, ...] = VERSIONS) -> str:

@@ -11,46 +11,27 @@ import numpy as np
 from curvestep._checks import check_nonnegative, check_positive
 from curvestep.theory.problems.base import Array
 from curvestep.theory.problems.polynomials import Polynomial
-from curvestep.theory.theorems.guarantee import Assumption, Bound, check_version, require
+from curvestep.theory.theorems.guarantee import Assumption, check_version, require
 
 
-def lemma2(coefficients: Sequence[float], L1: float, *, version: str = "sharp") -> Bound:
+def lemma2(coefficients: Sequence[float], L1: float, *, version: str = "sharp") -> float:
     r"""Lemma 2: the least :math:`L_0` of a polynomial :math:`\sum_i a_ix^i` for a given :math:`L_1 > 0`.
 
     ``"printed"`` says that some pair exists for degree 3 and up: the degree is checked, the number is the
     sharp one. ``"sharp"``: *every* L1 > 0 has its L0 in one variable (row 6).
 
     Example:
-        >>> round(lemma2([0, 0, 0, 0, 1], 10.0).value, 12)
+        >>> round(lemma2([0, 0, 0, 0, 1], 10.0), 12)
         0.16
     """
     check_version(version, ("printed", "sharp"))
     polynomial = Polynomial(coefficients)
-    needs = [Assumption("a leading coefficient that is not zero", True)]
     if version == "printed":
-        needs.append(Assumption("degree ≥ 3", polynomial.degree >= 3))
-    return Bound(
-        statement="Lemma 2",
-        version=version,
-        row=6,
-        value=polynomial.frontier(check_positive("L1", L1)),
-        assumptions=require(*needs),
-    )
+        require(Assumption("degree ≥ 3", polynomial.degree >= 3))
+    return polynomial.frontier(check_positive("L1", L1))
 
 
-@dataclass(frozen=True, kw_only=True)
-class GradientBound:
-    """Lemma 9 applied to numbers."""
-
-    version: str  # "printed", "corrected" or "sharp"
-    grad_norm: float  # largest gradient norm within the distance
-    hessian_norm: float  # largest Hessian norm within the distance
-    assumptions: tuple[Assumption, ...]  # what the lemma needs
-
-
-def lemma9(
-    grad_norm: float, *, distance: float, L0: float, L1: float, version: str = "sharp"
-) -> GradientBound:
+def lemma9(grad_norm: float, *, distance: float, L0: float, L1: float, version: str = "sharp") -> float:
     r"""Lemma 9: how large the gradient can be within a distance r, by Grönwall's inequality.
 
     ``"printed"``: :math:`4(L_0/L_1 + g)` for :math:`r \le \min\{1/L_1, 1\}`. ``"corrected"``: e in place of
@@ -58,7 +39,7 @@ def lemma9(
     equality on ``ExponentialWall`` (row 13).
 
     Example:
-        >>> [round(lemma9(1.0, distance=0.5, L0=1.0, L1=2.0, version=v).grad_norm, 3)
+        >>> [round(lemma9(1.0, distance=0.5, L0=1.0, L1=2.0, version=v), 3)
         ...  for v in ("printed", "corrected", "sharp")]
         [6.0, 4.077, 3.577]
     """
@@ -68,14 +49,13 @@ def lemma9(
     check_positive("L1", L1)
     check_version(version)
     reach = {"printed": min(1 / L1, 1.0), "corrected": 1 / L1, "sharp": math.inf}[version]
-    needs = require(Assumption(f"distance ≤ {reach:g}", distance <= reach * (1 + 1e-12)))
+    require(Assumption(f"distance ≤ {reach:g}", distance <= reach * (1 + 1e-12)))
     total = L0 / L1 + grad_norm
-    bound = {
+    return {
         "printed": 4.0 * total,
         "corrected": math.e * total,
         "sharp": math.exp(L1 * distance) * total - L0 / L1,
     }[version]
-    return GradientBound(version=version, grad_norm=bound, hessian_norm=L0 + L1 * bound, assumptions=needs)
 
 
 @dataclass(frozen=True, kw_only=True)
