@@ -22,10 +22,10 @@ import time
 import zipfile
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO
 
 import pooch
 import requests
@@ -136,89 +136,49 @@ def find(
         raise Unreachable(f"{name} is not in the cache {folder}, and `offline` is set.")
     if found is None:
         with _locked(folder):
-            found = cached()
-            if found is None:
-                _fill(folder, hashes, sources, progress)
-                found = read_verified(folder, hashes)
-    assert found is not None, f"a source of {name} left out a file"
+            found = cached() or _fill(folder, hashes, sources, progress)
     with suppress(OSError):
         return found, f"from the {(folder / 'origin.txt').read_text()}"
     return found, "from the cache"
 
 
-def _fill(folder: Path, hashes: Mapping[str, str], sources: Iterable[Source], progress: bool) -> None:
+def _fill(
+    folder: Path, hashes: Mapping[str, str], sources: Iterable[Source], progress: bool
+) -> dict[str, bytes]:
     """Write every file from the first source that answers. Only the holder of the lock may."""
     reasons, archives = [], folder / "download"
     for source in sources:
+        # What a killed process left.
+        remove_parts(folder)
+        shutil.rmtree(archives, ignore_errors=True)
+        files = {}
         try:
-            with writing(folder):
-                # What a killed process left.
-                remove_parts(folder)
-                shutil.rmtree(archives, ignore_errors=True)
-                for file, data in source.read(archives, progress):
-                    write_atomically(
-                        folder / file, check_hash(f"{file} from the {source.title}", data, hashes[file])
-                    )
-                write_atomically(folder / "origin.txt", source.title.encode())
+            for file, data in source.read(archives, progress):
+                files[file] = check_hash(f"{file} from the {source.title}", data, hashes[file])
+                write_atomically(folder / file, data)
         except Unreachable as error:
             reasons.append(str(error))
             print_notice(f"{folder.name}: {error}")
             continue
+        write_atomically(folder / "origin.txt", source.title.encode())
         print_notice(f"{folder.name}: fetched from the {source.title} into {folder}")
-        return
+        return files
     raise Unreachable(f"{folder.name} could not be fetched. {' '.join(reasons)}")
 
 
 @contextmanager
 def _locked(folder: Path) -> Iterator[None]:
-    with ExitStack() as held:
-        with writing(folder):
-            folder.mkdir(parents=True, exist_ok=True)
-            notice = f"another process is fetching into {folder}; waiting for it"
-            held.enter_context(
-                lock(folder / ".lock", patience=math.inf, on_wait=lambda: print_notice(notice))
-            )
-        yield
-
-
-@contextmanager
-def writing(folder: Path) -> Iterator[None]:
-    """Turn a disk that is full or not writable into one clear line."""
+    """Hold the cache to write to it; a disk that is full or not writable is one clear line."""
+    notice = f"another process is fetching into {folder}; waiting for it"
     try:
-        yield
+        folder.mkdir(parents=True, exist_ok=True)
+        with lock(folder / ".lock", patience=math.inf, on_wait=lambda: print_notice(notice)):
+            yield
     except OSError as error:
         raise DataError(
             f"Cannot write to the cache {folder}: {error.strerror or error}. "
             "Set CURVESTEP_CACHE to a folder with space that can be written."
         ) from error
-
-
-class ByteCounter:
-    """The progress bar that pooch wants: it counts what came since the last call."""
-
-    def __init__(self, progress: Progress) -> None:
-        self._progress, self._done = progress, 0
-
-    @property
-    def total(self) -> int:
-        """Bytes to come; set at the start of each attempt."""
-        return int(self._progress.total)
-
-    @total.setter
-    def total(self, value: int) -> None:
-        self._progress.total, self._done = value, 0
-
-    def update(self, count: int) -> None:
-        """Count ``count`` more bytes as done."""
-        self._done += count
-        self._progress.update(self._done)
-
-    def reset(self) -> None:
-        """Start again from zero."""
-        self._done = 0
-
-    def close(self) -> None:
-        """Nothing to do: the bar closes with its context."""
 
 
 def download(url: str, known_hash: str, folder: Path, *, progress: bool) -> Path:
@@ -228,17 +188,23 @@ def download(url: str, known_hash: str, folder: Path, *, progress: bool) -> Path
     archives = pooch.create(
         path=folder, base_url="", registry={file: known_hash}, urls={file: url}, retry_if_failed=1
     )
-    with Progress(file, unit="bytes", shown=progress) as shown, writing(folder):
-        # Any: the protocols that pooch declares are narrower than what it takes.
-        downloader: Any = pooch.HTTPDownloader(
-            progressbar=cast(Any, ByteCounter(shown)), chunk_size=1 << 16, timeout=TIMEOUT
-        )
-        try:
-            return Path(archives.fetch(file, downloader=downloader))
-        except requests.exceptions.RequestException as error:
-            raise Unreachable(f"{url} did not answer ({type(error).__name__}).") from error
-        except ValueError as error:  # pooch names file, expected and found
-            raise DataError(f"{url}: {error}") from error
+
+    def stream(url: str, path: str, _: object) -> None:
+        """One attempt, with a bar of its own; pooch's downloader would bring another library's."""
+        with requests.get(url, stream=True, timeout=TIMEOUT) as response, Path(path).open("wb") as out:
+            response.raise_for_status()
+            total = int(response.headers.get("content-length", 0))
+            with Progress(file, total, unit="bytes", shown=progress) as shown:
+                for chunk in response.iter_content(1 << 16):
+                    out.write(chunk)
+                    shown.update(out.tell())
+
+    try:
+        return Path(archives.fetch(file, downloader=stream))
+    except requests.exceptions.RequestException as error:
+        raise Unreachable(f"{url} did not answer ({type(error).__name__}).") from error
+    except ValueError as error:  # pooch names file, expected and found
+        raise DataError(f"{url}: {error}") from error
 
 
 def official_archive(url: str, md5: str, files: Sequence[str]) -> Source:
