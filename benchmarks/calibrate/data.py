@@ -104,7 +104,7 @@ def next_token(model: nn.Module, batch: Batch) -> Tensor:
 def next_word(model: nn.Module, batch: Batch) -> Tensor:
     """Cross-entropy of curvestep's recurrent models, which take text time first and return a state."""
     x, y = batch
-    logits, _ = model(x.t())
+    logits = model(x.t())[0]
     return F.cross_entropy(logits.flatten(0, 1), y.t().flatten())
 
 

@@ -87,9 +87,9 @@ def test_logits_follow_the_lstm_formula():
 
 def test_state_carries_over_from_window_to_window():
     model, tokens = small(weight_drop=0.5, dropout_embedding=0.1, dropout_input=0.4).eval(), words(9)
-    whole, end = model(tokens)
-    first, state = model(tokens[:4])
-    second, state = model(tokens[4:], state)
+    whole, end, _ = model(tokens)
+    first, state, _ = model(tokens[:4])
+    second, state, _ = model(tokens[4:], state)
     torch.testing.assert_close(torch.cat([first, second]), whole)
     torch.testing.assert_close(state, end)
 
@@ -97,7 +97,7 @@ def test_state_carries_over_from_window_to_window():
 def test_the_first_state_is_zero_in_the_type_of_the_parameters():
     model, tokens = small().to(torch.float32), words()
     zeros = tuple(tuple(torch.zeros(2, 1, 3, width, dtype=torch.float32)) for width in (7, 7, 5))
-    (given, after), (default, end) = model(tokens, zeros), model(tokens)
+    (given, after, _), (default, end, _) = model(tokens, zeros), model(tokens)
     assert torch.equal(given, default)
     assert [tuple(h.shape) for h, _ in end] == [(1, 3, 7), (1, 3, 7), (1, 3, 5)]
     assert all(t.dtype == torch.float32 for pair in end for t in pair)
@@ -110,7 +110,7 @@ def test_the_first_state_is_zero_in_the_type_of_the_parameters():
 def test_weight_drop_masks_the_recurrent_weights_once_a_pass():
     model, tokens = small(weight_drop=0.5), words()
     torch.manual_seed(3)
-    dropped, _ = model(tokens)
+    dropped = model(tokens)[0]
     torch.manual_seed(3)  # the same numbers draw the same masks
     masks = [F.dropout(torch.ones_like(layer.weight_hh_l0), 0.5) for layer in model.lstms]
     assert {float(v) for mask in masks for v in mask.unique()} == {0.0, 2.0}
@@ -157,11 +157,11 @@ def test_embedding_dropout_drops_whole_words_wherever_they_stand():
 
 def test_activations_are_the_last_layer_before_and_after_dropout():
     model, tokens = small(dropout=0.5), words()
-    logits, _, seen = model(tokens, with_activations=True)
+    logits, _, seen = model(tokens)
     torch.testing.assert_close(model.decoder(seen.dropped), logits)
     kept = seen.dropped != 0
     torch.testing.assert_close(seen.dropped[kept], 2 * seen.raw[kept])
-    undropped, _, plain = small()(tokens, with_activations=True)
+    undropped, _, plain = small()(tokens)
     assert plain.raw is plain.dropped
     assert undropped.shape == logits.shape
 

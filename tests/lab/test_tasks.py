@@ -56,7 +56,7 @@ def test_penalties_are_added_to_the_loss(tmp_path, weights):
     names = {"activation_penalty": weights["alpha"], "temporal_penalty": weights["beta"]}
     plain, penalised = (make_task(small_language(tmp_path, **fields)) for fields in ({}, names))
     model, batch = plain.build(), plain.batch(0)
-    penalty = activation_penalty(model(batch[0], with_activations=True)[2], **weights)
+    penalty = activation_penalty(model(batch[0])[2], **weights)
     assert penalty > 0
     torch.testing.assert_close(penalised.loss(model, batch)[0], plain.loss(model, batch)[0] + penalty)
 

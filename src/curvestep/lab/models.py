@@ -38,7 +38,7 @@ class LSTMModel(nn.Module):
 
     Example:
         >>> model = LSTMModel(10, embedding=4, hidden=6)
-        >>> logits, state, activations = model(torch.zeros(3, 2, dtype=torch.long), with_activations=True)
+        >>> logits, state, activations = model(torch.zeros(3, 2, dtype=torch.long))
         >>> logits.shape, len(state), activation_penalty(activations) >= 0
         (torch.Size([3, 2, 10]), 2, tensor(True))
     """
@@ -69,13 +69,10 @@ class LSTMModel(nn.Module):
         self.dropout_input, self.dropout_embedding = dropout_input, dropout_embedding
         self.weight_drop = weight_drop
 
-    def forward(
-        self, tokens: Tensor, state: State | None = None, *, with_activations: bool = False
-    ) -> tuple[Tensor, State] | tuple[Tensor, State, Activations]:
-        """Scores of the next word, shaped (time, batch, words), and the state after the last one.
+    def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State, Activations]:
+        """Scores of the next word, shaped (time, batch, words), the state after it, and activations.
 
-        ``tokens`` are word ids, shaped (time, batch); ``state`` is that of the window before, or zeros;
-        ``with_activations`` also returns what `activation_penalty` needs.
+        ``tokens`` are word ids, shaped (time, batch); ``state`` is that of the window before, or zeros.
         """
         x = locked_dropout(self._embed(tokens), self.dropout_input, self.training)
         after, raw = [], x
@@ -84,10 +81,7 @@ class LSTMModel(nn.Module):
             raw, left = self._run(layer, x, start)
             x = locked_dropout(raw, p, self.training)
             after.append(left)
-        logits = self.decoder(x)
-        if with_activations:
-            return logits, tuple(after), Activations(raw, x)
-        return logits, tuple(after)
+        return self.decoder(x), tuple(after), Activations(raw, x)
 
     def _embed(self, tokens: Tensor) -> Tensor:
         embedded = self.embedding(tokens)

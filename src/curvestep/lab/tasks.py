@@ -161,7 +161,7 @@ class LanguageTask:
         """Mean cross-entropy, with the recipe's penalties, and the state, cut off from its past."""
         (words, following), recipe = batch, self.recipe
         weights = {"alpha": recipe.activation_penalty, "beta": recipe.temporal_penalty}
-        logits, state, activations = model(words, state, with_activations=True)
+        logits, state, activations = model(words, state)
         loss = F.cross_entropy(logits.reshape(following.numel(), -1), following.reshape(-1))
         if any(weights.values()):
             loss = loss + activation_penalty(activations, **weights)
@@ -175,7 +175,7 @@ class LanguageTask:
         total, state = 0.0, None
         for start in range(0, len(streams) - 1, self.recipe.bptt):
             stop = min(start + self.recipe.bptt, len(streams) - 1)
-            logits, state = model(streams[start:stop], state)[:2]
+            logits, state, _ = model(streams[start:stop], state)
             target = streams[start + 1 : stop + 1].reshape(-1)
             total += float(F.cross_entropy(logits.reshape(len(target), -1), target, reduction="sum"))
         loss = total / streams[1:].numel()
