@@ -22,7 +22,6 @@ from curvestep.cli.options import (
     with_given,
 )
 from curvestep.lab.recipe_fields import Fields, nearest
-from curvestep.lab.recipes import Recipe
 
 if TYPE_CHECKING:
     from curvestep.advice.advice import Advice
@@ -76,7 +75,12 @@ def train(parser: Parser, args: list[str]) -> int:
     setting = "auto" if auto else recipe.label.replace(", ", "-").replace(" ", "")
     folder = Path(chosen.folder or f"runs/{recipe.name}-{setting}")
     if auto:
-        recipe = _measure(recipe, folder, auto, chosen)
+        from curvestep.lab.run.auto import calibrate_run
+
+        where = {"resume": chosen.resume, "offline": chosen.offline}
+        recipe, calibration = calibrate_run(recipe, folder, auto, **where)
+        if calibration is not None and not chosen.quiet:
+            say(calibration)
     result = library(recipe, folder, **_arguments(chosen, *names))
     say(_ending(result))
     return {"interrupted": INTERRUPTED}.get(result.status, OK)
@@ -238,16 +242,6 @@ def add_engine(parser: Parser, workers: str) -> None:
     parser.option("--engine", "Processes here, or a cluster", default="joblib", kind=one_of("joblib", "ray"))
     parser.option("--workers", workers, default=2, kind=INTEGER)
     parser.option("--address", "Ray cluster, such as 10.0.0.1:6379", default=None, shown="start one here")
-
-
-def _measure(recipe: Recipe, folder: Path, names: list[str], chosen: Namespace) -> Recipe:
-    """The recipe with the fields that were ``auto``: measured now, or those of the run that is resumed."""
-    from curvestep.lab.run.auto import calibrate_run
-
-    recipe, calibration = calibrate_run(recipe, folder, names, resume=chosen.resume, offline=chosen.offline)
-    if calibration is not None and not chosen.quiet:
-        say(calibration)
-    return recipe
 
 
 def _arguments(chosen: Namespace, *names: str) -> Fields:

@@ -89,7 +89,9 @@ class LocalProcesses(DDPStrategy):
         """Join the others; Fabric leaves a group alone that is there already."""
         if self.root_device.type == "cpu":
             backend = "gloo"
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", _loopback())
+            # The loopback interface: ``lo``, ``lo0`` on macOS.
+            names = [name for _, name in socket.if_nameindex() if name.startswith("lo")]
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", names[0])
         else:
             backend = "nccl"
         store = f"file://{self._store}"
@@ -97,11 +99,6 @@ class LocalProcesses(DDPStrategy):
             backend, init_method=store, rank=self.local_rank, world_size=self.num_processes
         )
         super().setup_environment()
-
-
-def _loopback() -> str:
-    """Name of the loopback interface: ``lo``, ``lo0`` on macOS."""
-    return next(name for _, name in socket.if_nameindex() if name.startswith("lo"))
 
 
 @contextmanager
