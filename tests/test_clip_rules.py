@@ -373,6 +373,18 @@ def test_an_infinite_number_that_is_propagated_leaves_all_others_finite(rule, ke
     assert bad[1].isfinite()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_sparse_gradients_are_rounded_as_dense_ones_are(dtype):
+    values = torch.randn(3, 8).to(dtype)
+    sparse, dense = (nn.Parameter(torch.zeros(4, 8, dtype=dtype)) for _ in range(2))
+    sparse.grad = torch.sparse_coo_tensor([[0, 1, 3]], values.clone(), (4, 8), is_coalesced=True)
+    dense.grad = sparse.grad.to_dense()
+    for p in (sparse, dense):
+        clip(torch.optim.SGD([p], lr=0.1), ema(max_norm=0.7)).optimizer.step()
+    assert torch.equal(sparse.grad.to_dense(), dense.grad)
+    assert not torch.equal(sparse.grad._values(), values)
+
+
 def test_groups_may_have_rules_of_their_own():
     head, body = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     opt = ClippedSGD(

@@ -47,7 +47,7 @@ def sum_of_squares(tensors):
 
 
 def squared_distance(new, old):
-    return native().squared_distance(native().view(new, old))
+    return native().sum_of_squares(native().view(new, old), apart=True)
 
 
 def reference_distance(new, old):
@@ -348,6 +348,19 @@ def test_file_that_is_no_library_is_passed_over(monkeypatch, tmp_path):
     assert native.__wrapped__() is None
     with pytest.raises(OSError, match=r"kernel\.so"):
         Kernel(bad)
+
+
+@needs_kernel
+@pytest.mark.parametrize("function", ["_sum_of_squares", "_update", "_adamw"])
+def test_kernel_that_gives_wrong_numbers_is_passed_over(function, monkeypatch):
+    class Wrong(Kernel):
+        def __init__(self, library):
+            super().__init__(library)
+            setattr(self, function, lambda *given: 0.0)
+
+    assert native.__wrapped__() is not None
+    monkeypatch.setattr("curvestep._kernel.Kernel", Wrong)
+    assert native.__wrapped__() is None
 
 
 SOURCES = {"src", "pyproject.toml", "hatch_build.py", "README.md", "LICENSE"}

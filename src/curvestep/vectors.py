@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache
 from itertools import chain, filterfalse
+from operator import attrgetter
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -112,7 +113,7 @@ def _host_scalar(number: float) -> Tensor:
 
 def on_one_device(numbers: Sequence[Tensor]) -> list[Tensor]:
     """The numbers on the accelerator, if one of them is there."""
-    device = next((number.device for number in numbers if not number.is_cpu), numbers[0].device)
+    device = min(numbers, key=attrgetter("is_cpu")).device  # the first that is elsewhere
     return [number.detach().to(device) for number in numbers]
 
 
@@ -232,7 +233,7 @@ def distance(new: Tensor, old: Tensor, *, overwrite: bool = False) -> Tensor:
     a, b = new.detach(), old.detach()
     view = view_of([a], [b])
     if view is not None:
-        apart = math.sqrt(view.kernel.squared_distance(view))
+        apart = math.sqrt(view.kernel.sum_of_squares(view, apart=True))
         low, high = safe_norms(a.dtype)
         if low < apart < high:
             return _host_scalar(apart)
@@ -257,8 +258,9 @@ def dot(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
         >>> dot([torch.tensor([1.0, 2.0]), None], [torch.tensor([3.0, 4.0]), torch.tensor([5.0])])
         11.0
     """
-    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x is not None and y is not None]
-    return sum((whole((x.double() * y.double()).sum()).item() for x, y in pairs), 0.0)
+    pairs = zip(a, b, strict=True)
+    products = [whole((x.double() * y.double()).sum()) for x, y in pairs if x is not None and y is not None]
+    return sum(map(Tensor.item, products), 0.0)
 
 
 def dot_of_changes(new: Tensor, old: Tensor, other_new: Tensor | None, other_old: Tensor | None) -> Tensor:

@@ -325,7 +325,7 @@ def passes_of_the_kernel():
     assert parts(p) == pytest.approx([-1, -1, 1 - LAST], rel=1e-6)
     assert (parts(m), parts(v)) == ([1, 1, 1], [1, 1, 1])
     fill(m, 1, 0.5, 1)
-    assert kernel.squared_distance(kernel.view([g], [m])) == 7 / 4
+    assert kernel.sum_of_squares(kernel.view([g], [m]), apart=True) == 7 / 4
 
 
 @pytest.mark.slow

@@ -21,14 +21,7 @@ from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from curvestep._kernel import (
-    DTYPES,
-    PLAIN,
-    Units,
-    View,
-    is_non_overlapping_and_dense,
-    same_layout,
-)
+from curvestep._kernel import DTYPES, PLAIN, Units, View, is_non_overlapping_and_dense, same_layout
 from curvestep.distributed import as_sharded, is_sharded, placed
 from curvestep.optim.pieces import scaled
 from curvestep.optim.policy import Decision, Group, decisions_of
@@ -188,23 +181,17 @@ def _check_tensors(bundle: Bundle) -> None:
 
 def parts_of(bundle: Bundle, state: State) -> list[Part]:
     """The bundle in parts that one call can update, each parameter with the buffers that its rule names."""
-    units = _factors_for_kernel(bundle)
+    units = None
+    if bundle.pieces is not None:
+        units = bundle.pieces.units
+        if units is None:  # for another path than our kernel the gradients become a scaled copy
+            bundle.grads, bundle.view = scaled(bundle.grads, bundle.pieces), None
     if bundle.view is None and not _are_plain(bundle):
         return _sorted(bundle, state)
     part = Part(bundle.rule, bundle.params, bundle.grads, bundle.buffers, bundle.steps, bundle.params)
     part.view, part.steps_view, part.units = bundle.view, bundle.steps_view, units
     part.path = choose_path(part, bundle.group)
     return [part]
-
-
-def _factors_for_kernel(bundle: Bundle) -> Units | None:
-    """Factors on pieces, if our kernel is to multiply them; else the gradients become a scaled copy."""
-    pieces = bundle.pieces
-    if pieces is None:
-        return None
-    if pieces.units is None:
-        bundle.grads, bundle.view = scaled(bundle.grads, pieces), None
-    return pieces.units
 
 
 def _sorted(bundle: Bundle, state: State) -> list[Part]:

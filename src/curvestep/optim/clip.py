@@ -8,9 +8,9 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from itertools import chain
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,21 +23,11 @@ from curvestep.distributed import local
 from curvestep.optim._update import Number
 from curvestep.optim.counters import ClipStats, Spike
 from curvestep.optim.device import DeviceStep, device_norms
-from curvestep.optim.policy import (
-    Decision,
-    Group,
-    Policy,
-    as_float,
-    check_scope,
-    decisions_of,
-    is_on_host,
-)
+from curvestep.optim.policy import Decision, Group, Policy, as_float, check_scope, decisions_of, is_on_host
 from curvestep.optim.record import HostStep, StepRecord
 from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
 from curvestep.vectors import global_norm, joint, on_one_device
-
-Norm = TypeVar("Norm", float, Tensor)
 
 
 def clip(
@@ -66,14 +56,11 @@ def clip(
         what: ``"gradient"``, or ``"update"``: then ``max_norm`` is the largest root mean square of a tensor's
             update in units of its learning rate, and a copy of the parameters is held while a step lasts.
             ``ClippedAdamW(update_rms=...)`` needs none.
-        norm_scope: Whose norm is clipped: of all parameters (``"global"``), of each ``"group"``, or of each
-            ``"tensor"``.
+        norm_scope: As for :class:`ClippedSGD`.
         nonfinite: What to do when the gradient is not finite. ``"raise"`` names the parameter and changes
             nothing, ``"skip"`` leaves the step out and counts it, ``"propagate"`` takes it. Under a
             ``GradScaler`` such steps are the scaler's: it leaves them out.
-        skip_above: Leave out a step whose gradient norm is larger than this: a number, or a multiple of the
-            running median such as ``"10x"``, or standard deviations above the mean such as ``"6sigma"``; the
-            last also of a closure's loss.
+        skip_above: As for :class:`ClippedSGD`: leave out a step whose gradient norm is larger than this.
 
     Returns:
         A handle with ``clip_stats()`` and ``remove()``.
@@ -105,11 +92,7 @@ def clip(
 
 
 class _Handle:
-    """Hooks around the steps of an optimizer, and the record of these steps.
-
-    Attributes:
-        optimizer: The optimizer.
-    """
+    """Hooks around the steps of an optimizer, and the record of these steps."""
 
     def __init__(self, optimizer: object, way_out: str) -> None:
         inner = check_optimizer(optimizer)  # a wrapper calls the step of the one inside it
@@ -238,8 +221,8 @@ class Clipping(_Handle):
         step = HostStep(self.optimizer, self._policy, self._record, decisions, norms, as_float(loss))
         if step.is_left_out():
             self._hide(decisions)
-            return
-        self._take(step, decisions)
+        else:
+            self._take(step, decisions)
 
     def _clip_on_device(self, decisions: list[Decision]) -> None:
         """Clip by norms that are device scalars, of which none is read."""
@@ -251,16 +234,13 @@ class Clipping(_Handle):
 
     def _take(self, step: HostStep | DeviceStep, decisions: list[Decision]) -> None:
         """Clip and count."""
-        bounds = list(map(self._bound, step.bounded()))
-        norms: list[Quantity] = [*step.norms]
-        coefficients: list[Quantity] = list(map(_coefficient, norms, bounds))
+        bounds: list[Quantity] = [group.get("max_norm", self._max_norm) for group in step.bounded()]
+        pairs: Iterable[tuple[Quantity, Quantity]] = zip(step.norms, bounds, strict=True)
+        coefficients = [clipped_step(norm, lr=1.0, max_norm=bound) for norm, bound in pairs]
         step.look_for_spike(coefficients)
         for decision, coefficient in zip(decisions, coefficients, strict=True):
             _clip_(decision, coefficient)
         step.count(coefficients, bounds)
-
-    def _bound(self, group: Group) -> Quantity:
-        return group.get("max_norm", self._max_norm)
 
     def _hide(self, decisions: list[Decision]) -> None:
         """Take the gradients away while a step lasts: torch's optimizers then have nothing to do."""
@@ -331,10 +311,6 @@ def _warn_of_muon(optimizer: Optimizer) -> bool:
             stacklevel=4,
         )
     return num_muon == len(optimizer.param_groups)
-
-
-def _coefficient(norm: Norm, max_norm: float) -> Norm:
-    return clipped_step(norm, lr=1.0, max_norm=max_norm)
 
 
 def _clip_(decision: Decision, coefficient: Number) -> None:

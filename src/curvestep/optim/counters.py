@@ -77,31 +77,19 @@ class ClipStats(TypedDict):
 
 @dataclass
 class HostCounters:
-    """Counters of steps whose numbers are floats.
+    """Counters of steps whose numbers are floats."""
 
-    Attributes:
-        grad_norm: Norm of the last gradient.
-        coefficient: Smallest factor on the last step that was taken.
-        steps: Steps taken.
-        clipped: Sum of the shares of clipping decisions that fired.
-        skipped: Steps left out.
-        recent: The shares of the last steps taken.
-        norms: The last finite gradient norms, those of skipped steps among them: where gradients grow for
-            good, their median follows and steps are taken again after at most 50.
-        losses: The last losses, where closures return them.
-        spike_bound: Norm above which a step is a spike.
-        spikes: The last spikes.
-    """
-
-    grad_norm: float = 0.0
-    coefficient: float = 1.0
-    steps: int = 0
-    clipped: float = 0.0
+    grad_norm: float = 0.0  # of the last gradient
+    coefficient: float = 1.0  # the smallest factor on the last step that was taken
+    steps: int = 0  # that were taken
+    clipped: float = 0.0  # sum of the shares of clipping decisions that fired
     skipped: int = 0
-    recent: list[float] = field(default_factory=list[float])
+    recent: list[float] = field(default_factory=list[float])  # the shares of the last steps taken
+    # The last finite norms, those of skipped steps among them: where gradients grow for good, their median
+    # follows and steps are taken again after at most 50.
     norms: list[float] = field(default_factory=list[float])
-    losses: list[float] = field(default_factory=list[float])
-    spike_bound: float = math.inf
+    losses: list[float] = field(default_factory=list[float])  # the last ones that closures returned
+    spike_bound: float = math.inf  # the norm above which a step is a spike
     spikes: list[Spike] = field(default_factory=list[Spike])
 
     @classmethod

@@ -128,7 +128,7 @@ class Policy:
     def norms(self, decisions: Sequence[Decision]) -> list[float]:
         """One norm for each decision, of tensors on the host; all the same if the scope is global."""
         if measure_pieces(decisions):  # whose scope is global
-            norms = list(map(_norm_on_host, decisions))
+            norms = [float(d.pieces.norm) if d.pieces else host_norm(d.grads, d.view) for d in decisions]
             return [math.hypot(*norms)] * len(norms)
         if self.norm_scope == "global" and len(decisions) > 1:
             together = [grad for decision in decisions for grad in decision.grads]
@@ -146,12 +146,6 @@ class Policy:
         if self.nonfinite == "raise":
             raise FloatingPointError(nonfinite_gradient(groups))
         return True
-
-
-def _norm_on_host(decision: Decision) -> float:
-    if decision.pieces is not None:
-        return float(decision.pieces.norm)
-    return host_norm(decision.grads, decision.view)
 
 
 def _limit(skip_above: float | str | None) -> Limit:

@@ -120,10 +120,6 @@ class ScaledOptimizer(Optimizer, ABC):
             group: The parameter group.
         """
 
-    def thresholds(self, groups: list[Group]) -> list[float]:
-        """The gradient norm of each group beyond which a step counts as clipped."""
-        return [group[self.threshold] for group in groups]
-
     def coefficient_at_zero(self, group: Group) -> float:
         """The coefficient at zero gradient, to which :meth:`clip_stats` relates those of the steps."""
         return 1.0
@@ -262,7 +258,7 @@ class ScaledOptimizer(Optimizer, ABC):
                 step.update(part, coefficient)
         relative = list(map(truediv, coefficients, map(self.coefficient_at_zero, groups)))
         step.look_for_spike(relative)
-        step.count(relative, self.thresholds(groups))
+        step.count(relative, [group[self.threshold] for group in groups])
 
 
 def reads_numbers(bundles: list[Bundle]) -> bool:
@@ -278,9 +274,7 @@ def _check_rule(rule: ClipRule, group: Group) -> None:
     """Raise where a rule cannot be followed."""
     if group["differentiable"]:
         raise ValueError(f"`max_norm={rule}` does not support `differentiable`. Give a number.")
-    if rule.each == "norm":
-        return
-    if group.get("clip") == "momentum":
+    if rule.each != "norm" and group.get("clip") == "momentum":
         raise ValueError(f'`max_norm={rule}` clips gradients, not averages. Use clip="gradient".')
     check_scope(rule, group["norm_scope"])
 
