@@ -27,11 +27,12 @@ def fit_warnings(samples: Samples, within: Within, *, L1: float, effective: floa
         "kappa-saturated": saturation(samples, L1),
         "edge-of-stability": edge_of_stability(samples),
         "noise-floor": noise_floor(samples),
-        "inside-steps": within.doubt and str(within),
+        "inside-steps": str(within) if within.doubt else None,
         "time-as-cause": time_as_cause(samples),
         "kinks": kinks(samples),
         "noisy-norms": noisy_norms(samples),
         "uneven-spread": uneven_spread(samples),
+        "unconverged": unconverged(samples),
     }
     return tuple(Note(kind, text) for kind, text in found.items() if text)
 
@@ -201,3 +202,15 @@ def uneven_spread(samples: Samples) -> str | None:
         f"The scatter of sharpness grows with the gradient norm (rank correlation {rank:.2f}). So L0 is "
         "too small, and its interval too narrow."
     )
+
+
+def unconverged(samples: Samples) -> str | None:
+    """Estimates that had to be left out."""
+    if samples.num_unconverged == 0:
+        return None
+    reason = {
+        "local_smoothness": "their difference step is too long or too short (see `local_error`)",
+        "spectral_smoothness": "they are only lower bounds",
+    }[samples.estimator]
+    share = f"{samples.num_unconverged} of {samples.num_estimates} estimates"
+    return f"{share} had not converged and are left out: {reason}."

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from curvestep._checks import check_choice
 from curvestep.display.markup import html_table
 from curvestep.fit import fit_words as words
 from curvestep.fit.control import Control, control_of
@@ -22,14 +23,13 @@ from curvestep.fit.correlation import Correlations, correlations_of
 from curvestep.fit.diagnostics import fit_warnings
 from curvestep.fit.frontier import envelope, frontier_points, quantile_line
 from curvestep.fit.intervals import Interval, slope_interval
-from curvestep.fit.laws import LawComparison, check_law, compare_laws
+from curvestep.fit.laws import LAWS, LawComparison, compare_laws
 from curvestep.fit.samples import (
     MOST_ROWS,
     Samples,
     check_share,
     check_trace,
     evenly_spaced,
-    unconverged_words,
     usable_samples,
 )
 from curvestep.fit.within import Within, mean_norms, within_steps
@@ -220,21 +220,15 @@ def fit_smoothness(
     trace = check_trace(trace)
     check_share("quantile", quantile)
     check_share("level", level)
-    check_law(law)
+    check_choice("law", law, (*LAWS, "best"))
     samples = usable_samples(trace, estimator=estimator)
     fit = fit_samples(samples, quantile=quantile, level=level, control=control)
-    fit = replace(fit, warnings=fit.warnings + unconverged_words(trace, estimator))
     if law == "affine":
         return fit
-    return _with_laws(fit, law, loss_floor=loss_floor)
-
-
-def _with_laws(fit: SmoothnessFit, law: str, *, loss_floor: float) -> SmoothnessFit:
-    """The fit with its laws compared; a law that cannot be fitted to these rows is refused."""
-    laws = compare_laws(fit.samples, level=fit.level, loss_floor=loss_floor)
+    laws = compare_laws(samples, level=level, loss_floor=loss_floor)
     if law == "best":
-        return replace(fit, law=laws.best, laws=laws)
-    if law not in laws.laws:
+        law = laws.best
+    elif law not in laws.laws:
         raise ValueError(f'`law="{law}"` cannot be fitted. {laws.doubt}')
     return replace(fit, law=law, laws=laws)
 

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 import numpy as np
 from scipy import stats
 
-from curvestep._checks import check_choice
 from curvestep.fit import fit_words as words
 from curvestep.fit.correlation import UNKNOWN
 from curvestep.fit.intervals import Interval
@@ -56,11 +55,6 @@ class LawComparison:
     doubt: Note | None  # why there is no winner; else None
 
 
-def check_law(law: str) -> str:
-    """``law`` if it is one, or ``"best"``."""
-    return check_choice("law", law, (*LAWS, "best"))
-
-
 def compare_laws(samples: Samples, *, level: float = 0.9, loss_floor: float = 0.0) -> LawComparison:
     """The laws of a run, and the one that predicts held-out rows best; ``loss_floor`` is f*."""
     used = samples.rows(samples.smoothness > 0)
@@ -70,19 +64,13 @@ def compare_laws(samples: Samples, *, level: float = 0.9, loss_floor: float = 0.
     laws = {"affine": affine.law("affine"), "power": power.law("power")}
     interval = power.exponent_interval(0.5 + level / 2)  # at 90 % one in eight affine runs was misnamed
     excess = used.loss - loss_floor
-    if not np.all(excess > 0):  # NaN where the loss was not recorded
-        return LawComparison(
-            laws=laws,
-            best="",
-            exponent_interval=interval,
-            loss_gain_interval=UNKNOWN,
-            doubt=words.doubt("no-losses", floor=loss_floor),
-        )
-    loss = _Family(np.log(excess), log_ell, np.ones(1))
-    laws["loss"] = loss.law("loss")
-    gain = _mean_interval(power.errors - loss.errors, level)
-    best = _winner(laws["power"].exponent, interval, gain)
-    doubt = None if best else words.laws_alike(interval, gain)
+    gain, best, doubt = UNKNOWN, "", words.doubt("no-losses", floor=loss_floor)
+    if np.all(excess > 0):  # NaN where the loss was not recorded
+        loss = _Family(np.log(excess), log_ell, np.ones(1))
+        laws["loss"] = loss.law("loss")
+        gain = _mean_interval(power.errors - loss.errors, level)
+        best = _winner(laws["power"].exponent, interval, gain)
+        doubt = None if best else words.laws_alike(interval, gain)
     return LawComparison(
         laws=laws, best=best, exponent_interval=interval, loss_gain_interval=gain, doubt=doubt
     )

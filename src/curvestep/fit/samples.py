@@ -14,7 +14,6 @@ import torch
 from numpy.typing import ArrayLike
 
 from curvestep._checks import check_choice, check_positive
-from curvestep.notes import Note
 from curvestep.optimizer_family import Family, family_of, torch_name
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.schedule import FIRST_ROWS
@@ -58,23 +57,23 @@ class History:
 
     @classmethod
     def of(cls, trace: Trace) -> History:
-        """Copy of ``trace`` as it is now; rows appended to it later are not in here."""
-        return trace.cached("history", lambda: cls._read(trace))
+        """What ``trace`` holds now; rows appended to it later are not in here."""
 
-    @classmethod
-    def _read(cls, trace: Trace) -> History:
-        step, loss, lr = (trace.column(name).copy() for name in ("step", "loss", "lr"))
-        return cls(
-            step=step,
-            loss=loss,
-            lr=lr,
-            clip_norm=trace.clip_norm,
-            ends_finite=bool(len(loss) and np.isfinite(loss[-1]) and trace[-1]["status"] != NONFINITE),
-            ok=trace.ok,
-            failed=np.array([str(word).startswith(FAILED) for word in trace.column("status")], dtype=bool),
-            columns={name: trace.column(name) for name, field in FIELDS.items() if field.kind != "group"},
-            header=dict(trace.header),
-        )
+        def read() -> History:
+            loss, status = trace.column("loss"), trace.column("status")
+            return cls(
+                step=trace.column("step"),
+                loss=loss,
+                lr=trace.column("lr"),
+                clip_norm=trace.clip_norm,
+                ends_finite=len(loss) > 0 and bool(np.isfinite(loss[-1])) and status[-1] != NONFINITE,
+                ok=trace.ok,
+                failed=np.array([str(word).startswith(FAILED) for word in status], dtype=bool),
+                columns={name: trace.column(name) for name, field in FIELDS.items() if field.kind != "group"},
+                header=dict(trace.header),
+            )
+
+        return trace.cached("history", read)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +96,8 @@ class Samples:
     grad_norms: np.ndarray  # gradient norm on the same batch at each fraction, likewise
     fractions: np.ndarray  # likewise; NaN in rows that have fewer
     skipped: int
+    num_estimates: int  # of rows without trouble, converged or not
+    num_unconverged: int
     eps: float  # relative precision of the gradients
     self_test: float  # by how much a gradient replayed twice differs, relative to its norm; 0 if unknown
     estimator: str  # the column that ``smoothness`` is
@@ -153,13 +154,17 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
 
 
 def _read_samples(trace: Trace, estimator: str) -> Samples:
-    smoothness = trace.column(estimator)
-    measured = is_measured(trace, estimator)
-    keep = trace.ok & measured
-    order = np.flatnonzero(keep)
+    norms, smoothness, late = (
+        trace.column("grad_norm"),
+        trace.column(estimator),
+        _unconverged(trace, estimator),
+    )
+    # Beyond 1e±50, which no float32 run reaches, squares of quotients are no longer finite.
+    measured = (norms >= 1 / _LARGEST) & (norms <= _LARGEST) & (smoothness >= 0) & (smoothness <= _LARGEST)
+    order = np.flatnonzero(trace.ok & measured & ~late)
     order = order[np.argsort(trace.column("step")[order], kind="stable")]
     if len(order) < LEAST_ROWS:
-        raise ValueError(_too_few(trace, measured, keep, estimator))
+        raise ValueError(_too_few(trace, measured, late, estimator))
     column = {name: trace.column(name)[order] for name in _COLUMNS}
     g, ell, kappa = column["grad_norm"], smoothness[order], column.pop("kappa")
     rounding = {str(dtype).removeprefix("torch."): torch.finfo(dtype).eps for dtype in _FLOATS}
@@ -173,6 +178,8 @@ def _read_samples(trace: Trace, estimator: str) -> Samples:
         kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
         clip_norm=trace.clip_norm[order],
         skipped=len(trace) - len(order),
+        num_estimates=int((trace.ok & np.isfinite(smoothness)).sum()),
+        num_unconverged=int((trace.ok & late).sum()),
         estimator=estimator,
         history=History.of(trace),
     )
@@ -342,39 +349,15 @@ def check_share(name: str, value: float) -> float:
     return value
 
 
-def is_measured(trace: Trace, estimator: str) -> np.ndarray:
-    """Which rows hold a gradient norm and an estimate that can be fitted, whatever their status.
-
-    Beyond 1e±50, which no float32 run reaches, squares of quotients are no longer finite. A local or
-    spectral estimate that had not converged is none.
-    """
-    g, ell = trace.column("grad_norm"), trace.column(estimator)
-    found = (g >= 1 / _LARGEST) & (g <= _LARGEST) & (ell >= 0) & (ell <= _LARGEST)
-    return found & ~_unconverged(trace, estimator)
-
-
-def unconverged_words(trace: Trace, estimator: str) -> tuple[Note, ...]:
-    """A warning where estimates had to be left out."""
-    count = int((trace.ok & _unconverged(trace, estimator)).sum())
-    if count == 0:
-        return ()
-    reason = {
-        "local_smoothness": "their difference step is too long or too short (see `local_error`)",
-        "spectral_smoothness": "they are only lower bounds",
-    }[estimator]
-    measured = int((trace.ok & np.isfinite(trace.column(estimator))).sum())
-    said = f"{count} of {measured} estimates had not converged and are left out: {reason}."
-    return (Note("unconverged", said),)
-
-
 def _unconverged(trace: Trace, estimator: str) -> np.ndarray:
+    """Which rows have a local or spectral estimate that had not converged, which is none."""
     if estimator == "smoothness":  # nothing is iterated for it
         return np.zeros(len(trace), dtype=bool)
     flag = trace.column(estimator.replace("smoothness", "converged"))
     return (flag == 0) & np.isfinite(trace.column(estimator))
 
 
-def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: str) -> str:
+def _too_few(trace: Trace, measured: np.ndarray, late: np.ndarray, estimator: str) -> str:
     if not len(trace):
         return (
             "`trace` has no rows: no step was measured. Let the probe see every step, by `with "
@@ -388,17 +371,16 @@ def _too_few(trace: Trace, measured: np.ndarray, keep: np.ndarray, estimator: st
             "Let the probe measure it (`estimators`), or fit what there is: "
             f'fit_smoothness(trace, estimator="{others[0]}").'
         )
-    late = trace.ok & _unconverged(trace, estimator)
+    wanted = f"without a positive finite `grad_norm` and a finite `{estimator}`, within 1e±50"
     lost = {
         "marked as not ok": ~trace.ok,
-        "whose estimate had not converged": late,
-        f"without a positive finite `grad_norm` and a finite `{estimator}`, within 1e±50": (
-            trace.ok & ~measured & ~late
-        ),
+        "whose estimate had not converged": trace.ok & late,
+        wanted: trace.ok & ~measured & ~late,
     }
     told = ", ".join(f"{rows.sum()} {why}" for why, rows in lost.items() if rows.any())
     reason = f" ({told})" if told else ""
     return (
-        f"`trace` must have at least {LEAST_ROWS} usable rows, got {int(keep.sum())} of {len(trace)}"
+        f"`trace` must have at least {LEAST_ROWS} usable rows, got "
+        f"{(trace.ok & measured & ~late).sum()} of {len(trace)}"
         f"{reason}. Train longer, probe more often, or look at the `status` of the rows."
     )

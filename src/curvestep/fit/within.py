@@ -166,7 +166,21 @@ def within_steps(
         return Within(level=level, missing=words.doubt("one-fraction"))
     if _unknown(kappa):
         return Within(level=level, missing=words.doubt("no-kappa"))
-    steps = _read(secants, grad_norm, grad_norms, fractions, kappa, eps)
+    s, m = np.asarray(secants, dtype=float), np.asarray(grad_norms, dtype=float)
+    along = np.atleast_2d(np.asarray(fractions, dtype=float))
+    rows = len(np.atleast_1d(grad_norm))
+    if not s.shape == m.shape == (rows, along.shape[1]):
+        raise ValueError(
+            f"`secants` and `grad_norms` must have the shape {(rows, along.shape[1])}, steps by fractions, "
+            f"got {s.shape} and {m.shape}."
+        )
+    if np.any(np.diff(along, axis=1, prepend=0.0) <= 0):  # not where one is unknown
+        raise ValueError(f"`fractions` must be positive and rise, got {fractions!r}.")
+    along = np.broadcast_to(along, s.shape)
+    start, change = (np.broadcast_to(np.asarray(column, dtype=float), rows) for column in (grad_norm, kappa))
+    columns = np.column_stack([s, m, along, start, change])
+    read = np.all(np.isfinite(columns) & (columns > 0), axis=1)
+    steps = _Steps(s[read], m[read], along[read], start[read], change[read], eps=eps, given=rows)
     missing, last = _refusal(steps, most_kappa)
     if missing is not None:
         return Within(level=level, kappa=steps.kappa_median, missing=missing)
@@ -179,7 +193,7 @@ def _unknown(values: ArrayLike) -> bool:
     return not np.isfinite(np.asarray(values, dtype=float)).any()
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class _Steps:
     """Measurements along each step; arrays of shape (rows,) or (rows, fractions)."""
 
@@ -224,40 +238,6 @@ class _Steps:
         v = norms[:, last] - norms[:, 0]
         spread = float(np.median(np.abs(v - np.median(v))))
         return RESOLVED * self.eps <= spread * self.change[:, 0]
-
-
-def _read(
-    secants: ArrayLike,
-    grad_norm: ArrayLike,
-    grad_norms: ArrayLike,
-    fractions: ArrayLike,
-    kappa: ArrayLike,
-    eps: float,
-) -> _Steps:
-    """The rows with positive, finite numbers everywhere."""
-    s, m = np.asarray(secants, dtype=float), np.asarray(grad_norms, dtype=float)
-    along = np.atleast_2d(np.asarray(fractions, dtype=float))
-    rows = len(np.atleast_1d(grad_norm))
-    if not s.shape == m.shape == (rows, along.shape[1]):
-        raise ValueError(
-            f"`secants` and `grad_norms` must have the shape {(rows, along.shape[1])}, steps by fractions, "
-            f"got {s.shape} and {m.shape}."
-        )
-    if np.any(np.diff(along, axis=1, prepend=0.0) <= 0):  # not where one is unknown
-        raise ValueError(f"`fractions` must be positive and rise, got {fractions!r}.")
-    along = np.broadcast_to(along, s.shape)
-    start, change = (np.broadcast_to(np.asarray(column, dtype=float), rows) for column in (grad_norm, kappa))
-    columns = np.column_stack([s, m, along, start, change])
-    read = np.all(np.isfinite(columns) & (columns > 0), axis=1)
-    return _Steps(
-        secants=s[read],
-        norms=m[read],
-        fractions=along[read],
-        start=start[read],
-        kappa=change[read],
-        eps=eps,
-        given=rows,
-    )
 
 
 def _refusal(steps: _Steps, most_kappa: float) -> tuple[Note | None, int]:
