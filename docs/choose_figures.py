@@ -1,7 +1,7 @@
 """The runs, numbers and pictures of docs/choose.md: python docs/choose_figures.py [FOLDER] [--keep].
 
 Prints every command and what it says. Minutes on one core, with Penn Treebank at hand; runs that have ended
-in FOLDER (default: runs/choose) are not trained again. FOLDER gets the runs, the report page, the figures,
+in FOLDER (default: runs/choose) are not trained again. FOLDER gets the runs, the report page,
 the pictures of the documentation (choose-loss.png, choose-scatter.png and, where there is chromium,
 choose-report.png) and the numbers, choose.json. With --keep pictures and numbers are copied into docs/.
 """
@@ -14,6 +14,9 @@ import sys
 from pathlib import Path
 
 from curvestep.cli import main
+from curvestep.display.drawing import figure_of, save
+from curvestep.lab.report.charts import comparison, run_charts
+from curvestep.lab.report.views import find_views, tasks_of
 from curvestep.lab.run.folder import Run
 
 SMALL = "--embedding 64 --hidden 100"
@@ -59,9 +62,12 @@ said["calibrated"] = run(f"curvestep advise {folder}/calibrated")
 run(f"{TRAIN} --lr {lr} --max-norm 0.5 --folder {folder}/raised")
 run(f"{TRAIN} --lr {lr} --max-norm inf --folder {folder}/without")
 said["together"] = run(f"curvestep advise {folder}/lower {folder}/calibrated {folder}/raised")
-run(f"curvestep report {folder} --output {folder}/report.html --figures {folder}/figures")
-shutil.copy(folder / "figures" / "comparison.png", folder / "choose-loss.png")
-shutil.copy(folder / "figures" / "calibrated-scatter.png", folder / "choose-scatter.png")
+run(f"curvestep report {folder} --output {folder}/report.html")
+(task,) = tasks_of(find_views([folder]))
+save(figure_of(comparison(task.runs)[:1], title=task.name), folder / "choose-loss.png")
+calibrated = next(view for view in task.runs if view.name == "calibrated")
+scatter = [chart for chart in run_charts(calibrated) if chart.kind == "scatter"]
+save(figure_of(scatter, title=f"calibrated: {calibrated.setting}"), folder / "choose-scatter.png")
 names = ("first", "lower", "calibrated", "raised", "without")
 kept = {"runs": {name: ending(folder / name) for name in names}, "said": said}
 (folder / "choose.json").write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n")

@@ -173,7 +173,6 @@ WRONG_FILES = {
     "report one -o rows": "rows is there already and is no page of curvestep. Choose another `output`",
     "report one --output folder": "must be an HTML file, got the folder folder. Try folder/report.html",
     "report one --output one/page.html": "one is a file, and a folder is needed",
-    "report one --output page.html --figures garbage": "garbage is a file, and a folder is needed",
     "report strange": "strange/config.json is not a recipe of this version",
     "calibrate ptb-lstm --corpus nowhere": "The corpus nowhere does not exist",
     "calibrate ptb-lstm --corpus garbage": "garbage is not readable UTF-8 text",
@@ -289,18 +288,12 @@ def test_advice_that_is_refused_says_why_with_code_1(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_report_writes_page_and_figures_and_prints_the_verdict(capsys, tmp_path):
+def test_report_writes_the_page_and_prints_the_verdict(capsys, tmp_path):
     folder, page = make_run(tmp_path / "run"), tmp_path / "deep" / "page.html"
-    code, out, _ = run(
-        capsys, "report", str(folder), "--output", str(page), "--figures", str(tmp_path / "figures")
-    )
+    code, out, _ = run(capsys, "report", str(folder), "--output", str(page))
     assert code == 0
     assert advise(Trace.load(folder / "trace.jsonl")).verdict in out
     assert page.stat().st_size > 1e6
-    names = {
-        f"run-{kind}.{suffix}" for kind in ("scatter", "norm", "loss", "edge") for suffix in ("png", "svg")
-    }
-    assert {path.name for path in (tmp_path / "figures").iterdir()} == names
 
 
 def test_data_that_are_not_here_are_one_line_and_code_1(capsys, tmp_path, monkeypatch):

@@ -114,16 +114,13 @@ def report(parser: Parser, args: list[str]) -> int:
     parser.positional("RUN", "Run folders, folders of runs, or trace files to show")
     output = "HTML file to write; an earlier page is replaced, any other file is not"
     parser.option("--output -o", output, default="report.html")
-    parser.option("--figures", "Folder for each figure as PNG and SVG", shown="no files")
     parser.flag("--open", "Open the page in a browser")
     chosen = parser.read(args)
     if not chosen.RUN:
         parser.error("name a run folder or a trace file")
-    from curvestep.lab.report.page import save_figures, write_page
+    from curvestep.lab.report.page import write_page
 
     page = write_page(chosen.RUN, chosen.output)
-    if chosen.figures:
-        save_figures(page.runs, chosen.figures)
     for group in page.verdicts:
         say(": ".join(filter(None, (group["title"], group["verdict"]))))
     say(f"report: {page.path}")

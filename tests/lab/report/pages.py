@@ -4,9 +4,10 @@ import math
 
 import numpy as np
 
+from curvestep.display.drawing import figure_of, save
 from curvestep.lab.paper.verdicts.claims import Claim, write_claims
 from curvestep.lab.recipes import get_recipe
-from curvestep.lab.report.page import save_figures
+from curvestep.lab.report.charts import comparison, run_charts
 from curvestep.lab.report.views import find_views
 from curvestep.lab.run.folder import METRICS, TRACE, RowFile, open_run, write_json, write_status
 from curvestep.smoothness.trace import OK, Trace
@@ -60,12 +61,14 @@ def make_reproduction(folder):
     """A reproduction of two runs: their charts as its figures, and a claim of each verdict."""
     for setting, lr, max_norm in (("a", 0.3, 0.5), ("b", 0.1, math.inf)):
         make_run(folder / "runs" / setting, lr=lr, max_norm=max_norm, steps=100)
-    pictures = [
-        path for path in save_figures(find_views([folder]), folder / "figures") if path.suffix == ".png"
-    ]
+    views = find_views([folder])
+    charts = {f"{view.name}-{chart.kind}": chart for view in views for chart in run_charts(view)}
+    charts["comparison"], *_ = comparison(views)
+    for name, chart in charts.items():
+        save(figure_of([chart]), folder / "figures" / name.replace("/", "-"))
+    pictures = sorted((folder / "figures").glob("*.png"))
     entries = [
-        {"png": path.relative_to(folder).as_posix(), "title": path.stem, "caption": "A chart."}
-        for path in pictures
+        {"png": f"figures/{path.name}", "title": path.stem, "caption": "A chart."} for path in pictures
     ]
     write_json(folder / "figures.json", {"figures": entries})
     claims = [made_up_claim("clipping <helps>")]

@@ -7,7 +7,6 @@ import gzip
 import io
 import json
 import platform
-import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
@@ -16,14 +15,12 @@ from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
 from markupsafe import Markup
-from matplotlib.figure import Figure
 from PIL import Image
 from plotly.offline import get_plotlyjs
 
 import curvestep
 from curvestep._files import write_atomically
 from curvestep.display.chart import Chart
-from curvestep.display.drawing import figure_of, save
 from curvestep.display.markup import visible
 from curvestep.lab.recipe_fields import Fields
 from curvestep.lab.report import page_words
@@ -230,36 +227,3 @@ def _image(file: Path) -> str:
     packed = io.BytesIO()
     few.save(packed, "WEBP", lossless=True)
     return f"data:image/webp;base64,{base64.b64encode(packed.getvalue()).decode()}"
-
-
-def save_figures(views: Sequence[RunView], folder: str | Path) -> list[Path]:
-    """Write every chart of these runs into ``folder``; the files.
-
-    A run's charts are ``<run>-scatter``, ``-norm``, ``-loss`` and so on, ``-calibration`` if its numbers were
-    measured; runs of one task together are ``comparison-<task>``. Each is a PNG and an SVG.
-    """
-    figures: dict[str, Figure] = {}
-    for view in views:
-        title = f"{view.name}: {view.setting}"
-        figures |= {
-            f"{view.name}-{chart.kind}": figure_of([chart], title=title) for chart in run_charts(view)
-        }
-    several = _comparisons(tasks_of(views))
-    for task in several:
-        chart, *_ = task["charts"].values()
-        name = "comparison" if len(several) == 1 else f"comparison-{task['name']}"
-        figures[name] = figure_of([chart], title=task["name"])
-    written: list[Path] = []
-    for name, figure in figures.items():
-        written += save(figure, Path(folder) / f"{file_name(name)}.png")
-    return written
-
-
-def file_name(name: str) -> str:
-    """The name with everything but letters, digits, ``.,=-`` as an underscore.
-
-    Example:
-        >>> file_name("sweep/lr=3,max_norm=inf")
-        'sweep_lr=3,max_norm=inf'
-    """
-    return re.sub(r"[^\w.,=-]+", "_", name).strip(".") or "run"
