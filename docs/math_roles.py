@@ -5,7 +5,7 @@ from typing import Any
 
 import griffe
 
-from curvestep.smoothness.trace import FIELDS, HEADER_FIELDS
+from curvestep.smoothness import FIELDS, HEADER_FIELDS
 
 _INLINE = re.compile(r":math:`([^`]+)`")
 _BLOCK = re.compile(r"^([ \t]*)\.\. math::[ \t]*\n((?:\1[ \t]+.*\n?|[ \t]*\n)+)", re.MULTILINE)

@@ -63,7 +63,7 @@ def family_of(optimizer: Any) -> Family:
         >>> family_of("ClippedAdamW").value, family_of("NormalizedSGD").value, family_of("Shampoo").value
         ('adam', 'normalized', 'unknown')
     """
-    family = _family_by_name(known_name(optimizer))
+    family = _family_by_name(_known_name(optimizer))
     if family is Family.SGD and any(momenta(optimizer)):
         return Family.MOMENTUM
     return family
@@ -78,18 +78,6 @@ def momenta(optimizer: object) -> list[float]:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Everything that an optimizer trains."""
     return [p for group in optimizer.param_groups for p in group["params"]]
-
-
-def known_name(optimizer: Any) -> str:
-    """Name of the class, or of its nearest base that is known; empty where there is no name.
-
-    Example:
-        >>> class Mine(type("AdamW", (), {})): ...
-        >>> known_name(Mine), known_name("Shampoo"), known_name(None)
-        ('AdamW', 'Shampoo', '')
-    """
-    names = _names(optimizer)
-    return next((name for name in names if name in _FAMILIES), names[0])
 
 
 def is_muon_group(optimizer: Any, group: Mapping[str, Any]) -> bool:
@@ -114,7 +102,9 @@ def check_optimizer(optimizer: Any) -> Optimizer:
 
 def inner_optimizer(optimizer: Any) -> Any:
     """The optimizer inside the wrappers of frameworks (Accelerate's, Lightning's, Fabric's), or itself."""
-    while hasattr(optimizer, "optimizer") and not _has_hooks(optimizer):
+    # Only torch's own optimizers call hooks around a step.
+    hooks = "_optimizer_step_pre_hooks"
+    while hasattr(optimizer, "optimizer") and not isinstance(getattr(optimizer, hooks, None), Mapping):
         optimizer = optimizer.optimizer
     return optimizer
 
@@ -129,11 +119,6 @@ def torch_name(name: str) -> str:
     return name.removeprefix("Clipped")
 
 
-def _has_hooks(optimizer: Any) -> bool:
-    """Whether torch made it: only its own optimizers call hooks around a step."""
-    return isinstance(getattr(optimizer, "_optimizer_step_pre_hooks", None), Mapping)
-
-
 @cache
 def _family_by_name(name: str) -> Family:
     if name in _FAMILIES:
@@ -141,11 +126,10 @@ def _family_by_name(name: str) -> Family:
     return Family.ADAM_LIKE if "Adam" in name else Family.UNKNOWN
 
 
-def _names(optimizer: Any) -> list[str]:
-    """The name of the class and of its bases, nearest first."""
-    if optimizer is None:
-        return [""]
+def _known_name(optimizer: Any) -> str:
+    """Name of the class, or of its nearest base that is known."""
     if isinstance(optimizer, str):
-        return [optimizer]
+        return optimizer
     kind = optimizer if isinstance(optimizer, type) else type(inner_optimizer(optimizer))
-    return [base.__name__ for base in kind.__mro__]
+    names = [base.__name__ for base in kind.__mro__]
+    return next((name for name in names if name in _FAMILIES), names[0])

@@ -2,7 +2,8 @@
 
 import numpy as np
 
-from curvestep.smoothness.trace import OK, Trace
+from curvestep.smoothness import OK
+from curvestep.smoothness.trace import Trace
 
 
 def make_trace(grad_norm, smoothness, *, header=None, every=1, **columns):

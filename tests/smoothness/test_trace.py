@@ -14,8 +14,9 @@ from hypothesis import given, settings, strategies as st
 import curvestep as cs
 from curvestep._files import dump_row
 from curvestep.fit.samples import History
+from curvestep.smoothness import ESTIMATORS, FAILED, FIELDS, HEADER_FIELDS, OK
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.trace import ESTIMATORS, FAILED, FIELDS, HEADER_FIELDS, OK, Trace
+from curvestep.smoothness.trace import Trace
 from tests.smoothness.loops import measured_sgd
 
 

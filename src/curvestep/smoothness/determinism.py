@@ -158,7 +158,11 @@ def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> f
     """
     large = replay.changed_for_good()
     if any_rank(large is not None, replay.model):
-        raise NonDeterministicError(_why_not_unchanged(replay, large))
+        where = "on another rank" if large is None else f"of shape {tuple(large.shape)}"
+        raise NonDeterministicError(
+            f"`{replay.function}` changes a tensor {where} in place, no buffer and too large to put back. "
+            "Make it one: `module.register_buffer(name, tensor)`."
+        )
     apart = difference(replay.gradient().gradients, first, overwrite=True)
     error = global_norm(apart).item() / _size(first)
     if math.isnan(error):
@@ -166,14 +170,6 @@ def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> f
     if any_rank(error > tolerance, replay.model):
         raise NonDeterministicError(_why_not_itself(replay, error, tolerance))
     return error
-
-
-def _why_not_unchanged(replay: Replay, large: Tensor | None) -> str:
-    where = "on another rank" if large is None else f"of shape {tuple(large.shape)}"
-    return (
-        f"`{replay.function}` changes a tensor {where} in place, no buffer and too large to put back. "
-        "Make it one: `module.register_buffer(name, tensor)`."
-    )
 
 
 def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:

@@ -160,11 +160,10 @@ class TrainingLoss:
                 loss.register_hook(scales.append)
                 backward(loss)
         if scales and scales[-1] != 1:
-            self._divide_gradients(scales[-1])
+            each(
+                lambda gradient: gradient.div_(scales[-1].to(gradient.device)), gradients_of(self._parameters)
+            )
         return self.mean(losses)
-
-    def _divide_gradients(self, scale: Tensor) -> None:
-        each(lambda gradient: gradient.div_(scale.to(gradient.device)), gradients_of(self._parameters))
 
 
 @dataclass
@@ -180,7 +179,9 @@ class ObservedStep:
 
     def see(self, args: tuple[object, ...], kwargs: dict[str, object], parameter: Tensor) -> None:
         """Take note of autocast, if it is on, and of leaves that require a gradient: replays leave theirs."""
-        self.eps = max(self.eps, _autocast_precision(parameter.device.type))
+        device = parameter.device.type
+        if torch.is_autocast_enabled(device):
+            self.eps = max(self.eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
         self.inputs |= {id(t): t for t in tensors_in((args, kwargs)) if t.is_leaf and t.requires_grad}
 
     def run(self, part: Pass, parameters: Sequence[Tensor]) -> Any:
@@ -328,11 +329,6 @@ class StepObserver:
             handed = global_norm(given)
         return handed.item() / grad_norm
 
-    def spike_logs(self) -> list[list[Row]]:
-        """What the optimizers have logged, of those that keep a log."""
-        optimizers: list[Any] = self.optimizers
-        return [optimizer.spikes() for optimizer in optimizers if hasattr(optimizer, "spikes")]
-
     def _own_coefficient(
         self, optimizer: Optimizer, stats: Mapping[str, float], gradients: Gradients | None, grad_norm: float
     ) -> float:
@@ -372,31 +368,22 @@ def optimizer_facts(optimizer: Optimizer) -> Row:
 
 def _shared_option(groups: Sequence[Row], name: str) -> float | list[float] | None:
     """A number or a list of numbers that all groups have alike; None if they do not."""
-    options = [_plain_option(group.get(name)) for group in groups]
-    if any(option != options[0] for option in options):  # NaN, where there is no number, differs from itself
+    try:  # torch takes tensors too
+        options = np.array([group.get(name) for group in groups], dtype=float)
+    except (
+        TypeError,
+        ValueError,
+    ):  # a rule with norms of its own, or a list beside a number
         return None
-    return options[0]
-
-
-def _plain_option(value: Any) -> float | list[float]:
-    """Numbers of Python, for torch takes tensors too; NaN for what is no number."""
-    try:
-        return np.asarray(value, dtype=float).tolist()
-    except TypeError:  # a rule that clips at a norm of its own choice
-        return math.nan
+    if (options != options[0]).any():  # NaN, where a group has none, differs from itself
+        return None
+    return options[0].tolist()
 
 
 def trains_any(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     """Whether the optimizer has any of the parameters."""
     ids = set(map(id, parameters))
     return any(id(p) in ids for p in parameters_of(optimizer))
-
-
-def _autocast_precision(device: str) -> float:
-    """Relative precision under autocast on a device; zero without autocast."""
-    if not torch.is_autocast_enabled(device):
-        return 0.0
-    return torch.finfo(torch.get_autocast_dtype(device)).eps
 
 
 def differs_in_eval(module: nn.Module) -> bool:

@@ -351,20 +351,16 @@ class SmoothnessProbe:
     def _measures(self) -> bool:
         """Whether this step is measured; a run is not added to the rows of another, nor cut from them."""
         if self.due and self.step == 0 and any_rank(len(self.trace) > 0, self.model):
-            self._part_from_other_run()
+            path = self.trace.path
+            self.trace.close()
+            self.trace = self._new_trace(path, "new")  # the old one would keep its own row of a step
+            if path is not None:  # of the rank that writes
+                words = (
+                    f"{path} holds another run. This run writes to {self.trace.path}. To resume that run, call "
+                    "`probe.load_state_dict(state)` first."
+                )
+                print(words, file=sys.stderr)
         return self.due
-
-    def _part_from_other_run(self) -> None:
-        """Write to a new file: a trace would keep the first row of a step."""
-        path = self.trace.path
-        self.trace.close()
-        self.trace = self._new_trace(path, "new")
-        if path is not None:  # of the rank that writes
-            words = (
-                f"{path} holds another run. This run writes to {self.trace.path}. To resume that run, call "
-                "`probe.load_state_dict(state)` first."
-            )
-            print(words, file=sys.stderr)
 
     def _see_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
         if self.due and not self._current.stepping and torch.is_grad_enabled():
@@ -429,7 +425,12 @@ class SmoothnessProbe:
         self._keep(partial(self.trace.append, row))
         if is_writer(self.model):
             for listener in self._listeners:
-                self._tell(listener, row)
+                try:
+                    listener(dict(row))
+                except Exception as error:
+                    self._warn_once(
+                        "listen", f"A listener of the probe failed at step {self.step}: {error!r}."
+                    )
 
     def _recent_part(self) -> Row:
         """The mean loss since the last row, over all ranks; an oracle's loss is no mean of batches."""
@@ -448,12 +449,6 @@ class SmoothnessProbe:
             self._warn_once(
                 "write", f"The trace cannot be written, rows stay in memory: {error}. {_CONTINUES}"
             )
-
-    def _tell(self, listener: Callable[[Row], object], row: Row) -> None:
-        try:
-            listener(dict(row))
-        except Exception as error:
-            self._warn_once("listen", f"A listener of the probe failed at step {self.step}: {error!r}.")
 
     def _warn_once(self, kind: str, text: str) -> None:
         if kind not in self._warned:

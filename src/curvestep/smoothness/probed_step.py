@@ -87,11 +87,6 @@ class Setup:
             "estimators": dict(self.estimators),
         }
 
-    @property
-    def next_fractions(self) -> tuple[float, ...]:
-        """Where on the step that comes gradients are taken."""
-        return self.fractions or (*short_fractions(self.rates), 1.0)
-
 
 class ProbedStep:
     """One training step that a probe measures."""
@@ -305,10 +300,10 @@ class ProbedStep:
         return part
 
     def _spikes_part(self, steps: StepObserver) -> Row:
-        logs, before = steps.spike_logs(), self.setup.spikes
+        logs = [optimizer.spikes() for optimizer in steps.optimizers if hasattr(optimizer, "spikes")]
         if not logs:
             return {}
-        self.setup.spikes = list(itertools.chain.from_iterable(logs))
+        before, self.setup.spikes = self.setup.spikes, list(itertools.chain.from_iterable(logs))
         return {"spikes": [spike for spike in self.setup.spikes if spike not in before]}
 
     def _estimates(self, segment: Segment, replay: Replay) -> Iterator[Row]:
@@ -319,15 +314,12 @@ class ProbedStep:
             yield local_part(segment, replay)
         if "spectral_smoothness" in due:
             yield spectral_part(segment, replay)
-        along = along_step(segment, replay, setup.next_fractions)
-        self._remember_rate(segment, along["secants"][0])
-        yield along
-
-    def _remember_rate(self, segment: Segment, first_secant: float) -> None:
+        along = along_step(segment, replay, setup.fractions or (*short_fractions(setup.rates), 1.0))
         if segment.start.grad_norm > 0:
-            rate = first_secant * segment.step_norm / segment.start.grad_norm
+            rate = along["secants"][0] * segment.step_norm / segment.start.grad_norm
             if 0 < rate < math.inf:
-                self.setup.rates.append(rate)
+                setup.rates.append(rate)
+        yield along
 
 
 def _mean(loss: Tensor, model: nn.Module) -> float:

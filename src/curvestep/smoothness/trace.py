@@ -25,16 +25,7 @@ import numpy as np
 from curvestep._checks import check_choice
 from curvestep._files import RowFile, dump_row, end_of_last_row, load_row, read_rows, write_atomically
 from curvestep.display.markup import html_table
-from curvestep.smoothness import (
-    ESTIMATORS as ESTIMATORS,
-    FAILED as FAILED,
-    FIELDS as FIELDS,
-    HEADER_FIELDS as HEADER_FIELDS,
-    NONFINITE as NONFINITE,
-    OK as OK,
-    ZERO_STEP as ZERO_STEP,
-    Row as Row,
-)
+from curvestep.smoothness import FIELDS, OK, Row
 from curvestep.steps import CLIP_COLUMNS, clip_norms
 
 if TYPE_CHECKING:
@@ -225,8 +216,8 @@ class Trace:
     def column(self, name: str) -> np.ndarray:
         """Values of one key, one per row: float64, read-only, NaN where missing.
 
-        A list (``secants``) has two dimensions, a layer's key as ``column("layers/encoder/smoothness")``,
-        words (``status``) and logs (``spikes``) as objects, None where missing.
+        Lists (``secants``) are rows of two dimensions, NaN at their ends; words (``status``) and logs
+        (``spikes``) objects, None where missing. A layer's: ``column("layers/encoder/smoothness")``.
         """
         column = self.cached(("column", name), partial(self._make_column, name))
         column.flags.writeable = False
@@ -238,12 +229,18 @@ class Trace:
             raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
         values = self._values(name)
         kind = _kind_of(name, values)
+        is_kept = _OF_KIND.get(kind, _is_number)
+        kept: list[Any] = [value if is_kept(value) else None for value in values]
         if kind == "numbers":
             missing = self.fractions if name == "fractions" else ()
-            return _lists(values, missing, width=len(self.fractions))
-        if kind in _OBJECTS:
-            return np.fromiter(_filtered(values, _OBJECTS[kind]), object, len(values))
-        return np.array(_filtered(values, _is_number), dtype=np.float64)
+            lists = [found or missing for found in kept]
+            column = np.full((len(lists), max([len(self.fractions), *map(len, lists)])), math.nan)
+            for row, found in zip(column, lists, strict=True):
+                row[: len(found)] = found
+            return column
+        if kind in _OF_KIND:
+            return np.fromiter(kept, object, len(kept))
+        return np.array(kept, dtype=np.float64)
 
     def _values(self, name: str) -> Sequence[object]:
         """One key's values as they came, None where they are missing."""
@@ -374,7 +371,7 @@ def _is_word(value: object) -> bool:
     return value is not None and not _is_number(value)
 
 
-_OBJECTS = {"word": _is_word, "log": _is_log}  # kinds of columns that hold no numbers
+_OF_KIND = {"numbers": _is_list, "word": _is_word, "log": _is_log}  # of the others: numbers
 
 
 def _kind_of(name: str, values: Sequence[object]) -> str:
@@ -382,19 +379,6 @@ def _kind_of(name: str, values: Sequence[object]) -> str:
     if name in FIELDS:
         return FIELDS[name].kind
     return "word" if any(map(_is_word, values)) else "number"
-
-
-def _filtered(values: Sequence[object], is_kept: Callable[[object], bool]) -> list[Any]:
-    return [value if is_kept(value) else None for value in values]
-
-
-def _lists(values: Sequence[object], missing: Sequence[float], *, width: int) -> np.ndarray:
-    """Lists as rows of an array that is as wide as the longest and at least ``width``, NaN at their ends."""
-    lists = [found or missing for found in _filtered(values, _is_list)]
-    array = np.full((len(lists), max([width, *map(len, lists)])), math.nan)
-    for row, found in zip(array, lists, strict=True):
-        row[: len(found)] = found
-    return array
 
 
 def _read_header(line: bytes, path: Path) -> Row:

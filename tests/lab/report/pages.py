@@ -10,7 +10,8 @@ from curvestep.lab.recipes import get_recipe
 from curvestep.lab.report.charts import comparison, run_charts
 from curvestep.lab.report.views import find_views
 from curvestep.lab.run.folder import METRICS, TRACE, RowFile, open_run, write_json, write_status
-from curvestep.smoothness.trace import OK, Trace
+from curvestep.smoothness import OK
+from curvestep.smoothness.trace import Trace
 from tests.theory.draws import rotated_walls
 
 

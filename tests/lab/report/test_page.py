@@ -26,7 +26,8 @@ from curvestep.lab.report.page import write_page
 from curvestep.lab.report.page_words import code_for, verdict
 from curvestep.lab.report.views import RunView, find_views, tasks_of
 from curvestep.lab.run.folder import read_json, write_status
-from curvestep.smoothness.trace import NONFINITE, Trace
+from curvestep.smoothness import NONFINITE
+from curvestep.smoothness.trace import Trace
 from tests.lab.report.calibrations import make_calibration
 from tests.lab.report.pages import made_up_claim, make_reproduction, make_run
 

@@ -27,7 +27,8 @@ from curvestep.lab.recipes import OPTIMIZERS, to_dict
 from curvestep.lab.run.folder import METRICS, TRACE, Run
 from curvestep.lab.run.sources import find_sources, place_of, short_names, task_of
 from curvestep.notes import Note
-from curvestep.smoothness.trace import NONFINITE, Trace
+from curvestep.smoothness import NONFINITE
+from curvestep.smoothness.trace import Trace
 from curvestep.steps import clip_norms
 
 # Fields of a recipe that do not decide how a run trains, or, the seed, by chance only.
