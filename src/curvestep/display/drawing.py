@@ -135,7 +135,7 @@ def figure_of(
     return figure
 
 
-def panels(rows: int, columns: int, *, width: float = 4.2, height: float = 3.4) -> tuple[Figure, list[Axes]]:
+def panels(rows: int, columns: int, *, width: float, height: float) -> tuple[Figure, list[Axes]]:
     """A figure of ``rows`` times ``columns`` panels of this size in inches, and the panels in a list."""
     figure = NotebookFigure(figsize=(width * columns, height * rows), layout="constrained")
     axes = figure.subplots(rows, columns, squeeze=False)

@@ -22,7 +22,6 @@ from curvestep.display.results import finite, stability, usable
 from curvestep.fit.samples import lr_of_run
 from curvestep.lab.recipe_fields import Fields
 from curvestep.lab.report.views import DAMAGED, RunView, Task
-from curvestep.notes import Note
 from curvestep.optimizer_family import family_of
 
 _SUBJECTS = {"loss": "loss ", "start": "at the start "}  # of reasons that name none
@@ -38,6 +37,7 @@ def verdict(task: Task, *, title: str = "") -> Fields:
     advice = task.advice
     if advice is None or advice.action == CANNOT_TELL:
         return {"title": title, **_without_advice(task, so_far), "warnings": missing}
+    reasons = [note for note in advice.reasons if note.kind != "tie"]
     return {
         "title": title,
         "action": advice.action,
@@ -45,14 +45,9 @@ def verdict(task: Task, *, title: str = "") -> Fields:
         "advice": advice_table(advice, task),
         "code": code_for(advice, first),
         "sure": how_sure(task, [note.text for note in advice.reasons if note.kind == "tie"]),
-        "reasons": [_reason(note) for note in advice.reasons if note.kind != "tie"],
+        "reasons": [f"{_SUBJECTS.get(note.kind, '')}{note.text}" for note in reasons],
         "warnings": [*map(str, advice.warnings), *missing],
     }
-
-
-def _reason(note: Note) -> str:
-    """A reason as a phrase that stands alone: of the loss and of the start with what it is about."""
-    return f"{_SUBJECTS.get(note.kind, '')}{note.text}"
 
 
 def _missing(task: Task) -> list[str]:
@@ -166,10 +161,8 @@ def _spikes(view: RunView) -> str:
     spikes = view.trace.spikes if view.trace else []
     if not spikes:
         return ""
-    last = spikes[-1]
-    return (
-        f"Spikes: {len(spikes):,}. The last is at step {last['step']:,}, most of it in {last.get('layer')}."
-    )
+    step, layer = spikes[-1]["step"], spikes[-1].get("layer")
+    return f"Spikes: {len(spikes):,}. The last is at step {step:,}, most of it in {layer}."
 
 
 def _ending(view: RunView) -> str:
