@@ -5,6 +5,7 @@ import math
 import numpy as np
 
 from curvestep.theory import (
+    BoundedNoise,
     ExponentialWall,
     Polynomial,
     Problem,
@@ -56,6 +57,15 @@ class Walls(Problem):
 
     def frontier(self, L1):
         return self.wall.frontier(L1)
+
+
+class RareNoise(BoundedNoise):
+    """τ along the first axis with probability 1/10, else τ/9 backwards: clipping is biased on it."""
+
+    def draw(self, rng, batch, problem):
+        event = problem.event_shape
+        along = np.where(rng.random(batch) < 0.1, self.tau, -self.tau / 9)
+        return problem.scale(along, np.eye(math.prod(event))[0].reshape(event))
 
 
 def rotated_walls(*, L0, L1, dim=3, seed=0):

@@ -28,7 +28,7 @@ from curvestep.theory import (
     theorem8,
     wall_height,
 )
-from tests.theory.draws import draw_deterministic, draw_stochastic, log_uniform
+from tests.theory.draws import RareNoise, draw_deterministic, draw_stochastic, log_uniform
 
 
 def kinds(certificate):
@@ -59,8 +59,7 @@ def test_no_stochastic_theorem_is_violated_over_3600_draws():
     seen, moved = Counter(), 0
     for seed in range(3600):
         problem, x0, guarantee = draw_stochastic(rng)
-        law = ("sphere", "skewed")[seed % 2]
-        noise = BoundedNoise(guarantee.tau, law)
+        noise = (BoundedNoise, RareNoise)[seed % 2](guarantee.tau)
         certificate = certify(problem, guarantee, x0, max_steps=100_001, noise=noise, num_runs=24, seed=seed)
         assert certificate.status == "holds", (problem, x0, certificate)
         seen[guarantee.theorem, guarantee.version] += 1

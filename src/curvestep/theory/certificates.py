@@ -151,14 +151,8 @@ def certify_lower_bound(
     """
     if guarantee.rule is not None or guarantee.up_to_constant or guarantee.M is None:
         raise ValueError(f"`guarantee` must be what `theorem4` returns, got {guarantee.theorem}.")
-    pair = lower_bound_pair(
-        L0=guarantee.L0,
-        L1=guarantee.L1,
-        M=guarantee.M,
-        gap=guarantee.gap,
-        eps=guarantee.eps,
-        version=guarantee.version,
-    )
+    names = ("L0", "L1", "M", "gap", "eps", "version")
+    pair = lower_bound_pair(**{name: getattr(guarantee, name) for name in names})
     reasons = _class_reasons(pair.wall, np.array(pair.wall_start), guarantee)
     reasons += _class_reasons(pair.valley, np.array(pair.valley_start), guarantee)
     if reasons:

@@ -79,7 +79,6 @@ class Reproduction:
 class Drawn:
     """Pictures that were drawn."""
 
-    main: dict[str, Path] = field(default_factory=dict)  # the first image file of each figure
     # Title, caption and files of every picture, as in ``figures.json``.
     entries: list[dict[str, str]] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)  # what could not be drawn, a line each
@@ -129,6 +128,7 @@ def reproduce(
             failures.append(f"{figure.name}: {error}")
     results = Results(plan, folder)
     drawn = draw_all(results, progress=progress, folder=folder)
+    images = {entry["figure"]: folder / entry["png"] for entry in reversed(drawn.entries)}  # of two the first
     claims = make_claims(results)
     notes = [f"Trained here: scale {plan.scale}."]
     if plan.scale == "laptop":
@@ -145,7 +145,7 @@ def reproduce(
     page = write_page([folder], folder / PAGE, overwrite=True, loaded=results.runs).path
     result = Reproduction(
         folder=folder,
-        figures=drawn.main,
+        figures=images,
         claims=tuple(claims),
         data=tuple(sources),
         failures=(*failures, *drawn.failures),
@@ -199,7 +199,6 @@ def draw_all(
             drawn.failures.append(said)
         else:
             said = f"{name}: {png}"
-            drawn.main.setdefault(figure.name, png)
             files = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in (png, svg)}
             caption = " ".join([picture.caption, *_trained(figure, results), words]).rstrip()
             about = {"figure": figure.name, "name": name, "title": title, "caption": caption}

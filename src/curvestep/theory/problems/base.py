@@ -6,7 +6,6 @@ A function of one real variable takes points of any shape, each entry a point. A
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from curvestep._checks import check_choice, check_positive
+from curvestep._checks import check_positive
 
 Array = NDArray[Any]
 
@@ -112,9 +111,7 @@ class BoundedNoise:
     r"""Noise of mean zero with :math:`\lVert\hat\nabla f - \nabla f\rVert \le \tau`, as Theorems 7 and 8 ask.
 
     Args:
-        tau: The radius :math:`\tau > 0`.
-        law: ``"sphere"``: uniform on the sphere, the most noise that the radius allows. ``"skewed"``: τ along
-            the first axis with probability 1/10, else τ/9 backwards; clipping is biased on it.
+        tau: The radius :math:`\tau > 0`; the law is uniform on the sphere, the most noise that it allows.
 
     Example:
         >>> from curvestep.theory import Quadratic
@@ -125,19 +122,13 @@ class BoundedNoise:
     """
 
     tau: float
-    law: str = "sphere"
 
     def __post_init__(self) -> None:
         check_positive("tau", self.tau)
-        check_choice("law", self.law, ("sphere", "skewed"))
 
     def draw(self, rng: np.random.Generator, batch: tuple[int, ...], problem: Problem) -> Array:
         """Noise for so many gradients of a problem."""
-        event = problem.event_shape
-        if self.law == "skewed":
-            along = np.where(rng.random(batch) < 0.1, self.tau, -self.tau / 9)
-            return problem.scale(along, np.eye(math.prod(event))[0].reshape(event))
-        if not event:
+        if not problem.event_shape:
             return self.tau * rng.choice([-1.0, 1.0], size=batch)
-        v = rng.normal(size=batch + event)
+        v = rng.normal(size=batch + problem.event_shape)
         return self.tau * (v / np.linalg.norm(v, axis=-1, keepdims=True))

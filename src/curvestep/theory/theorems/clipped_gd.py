@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -93,22 +93,20 @@ def descent_constant(rule: StepRule) -> float:
         >>> descent_constant(ClippedStep(lr=1.0, max_norm=1.0))
         inf
     """
+
+    def constant(log: Array) -> Array:
+        g = 10.0**log
+        with np.errstate(divide="ignore"):
+            decrease = guaranteed_decrease(rule(g), g, L0=1.0, L1=1.0)
+            return np.where(decrease > 0, g * g / ((1 + g) * decrease), math.inf)
+
     logs = np.linspace(-12, 12, 24_001)
-    g = 10.0**logs
-    with np.errstate(divide="ignore"):
-        decrease = guaranteed_decrease(rule(g), g, L0=1.0, L1=1.0)
-        constants = np.where(decrease > 0, g * g / ((1 + g) * decrease), math.inf)
+    constants = constant(logs)
     worst = int(np.argmax(constants))
     if math.isinf(constants[worst]):
         return math.inf
-
-    def negative(log: float) -> float:
-        g = np.array([10.0**log])
-        decrease = guaranteed_decrease(rule(g), g, L0=1.0, L1=1.0)
-        return -float((g * g / ((1 + g) * decrease)).item())
-
     around = logs[max(0, worst - 1)], logs[min(len(logs) - 1, worst + 1)]
-    refined = minimize_scalar(negative, bounds=around, method="bounded").fun
+    refined = minimize_scalar(lambda log: -constant(log), bounds=around, method="bounded").fun
     return max(float(constants[worst]), -float(refined))
 
 
@@ -204,25 +202,21 @@ def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str 
         >>> {k: round(v, 4) for k, v in normalized_gd(**numbers, version="sharp").hyperparameters.items()}
         {'lr': 0.3333, 'offset': 0.3333}
     """
-    numbers = check_numbers(L0=L0, L1=L1, gap=gap, eps=eps)
     check_version(version, ("corrected", "sharp"))
+    form = {"corrected": "clipped", "sharp": "smooth"}[version]
+    clipped = theorem3(L0=L0, L1=L1, gap=gap, eps=eps, version=version, form=form)
     positive = require(Assumption("L1 > 0 (with L1 = 0 use fixed steps)", L1 > 0))
+    rule, bound = NormalizedStep(**normalized_from_smoothness(L0=L0, L1=L1)), clipped.bound
     if version == "corrected":
-        clipped = theorem3(**numbers)
         lr, max_norm = (float(clipped.hyperparameters[k]) for k in ("lr", "max_norm"))
-        rule = NormalizedStep(**normalized_from_clipped(lr=lr, max_norm=max_norm))
-        bound = 2 * clipped.bound
-    else:
-        rule = NormalizedStep(**normalized_from_smoothness(L0=L0, L1=L1))
-        bound = gap * (2 * L0 / eps**2 + 3 * L1 / eps)
-    return Guarantee(
+        rule, bound = NormalizedStep(**normalized_from_clipped(lr=lr, max_norm=max_norm)), 2 * clipped.bound
+    return replace(
+        clipped,
         theorem="Theorem 3 for normalized descent",
-        version=version,
         bound=bound,
         rule=rule,
-        assumptions=(*smooth_on("everywhere"), *positive),
+        assumptions=(*clipped.assumptions, *positive),
         decrease=_decrease_of(rule, version, L0, L1),
-        **numbers,
     )
 
 
@@ -230,7 +224,6 @@ def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str 
 class StepEquivalence:
     """Normalized step over clipped step: what is promised, and what the given gradient norms show."""
 
-    version: str  # "printed" or "sharp"
     lower: float  # the ratio is at least this
     upper: float  # the ratio is at most this
     ratios: Array  # the ratio at each gradient norm
@@ -259,7 +252,7 @@ def ngd_equivalence(
     matched = normalized_from_clipped(lr=lr, max_norm=max_norm)
     ratios = normalized_step(g, **matched) / clipped_step(g, lr=lr, max_norm=max_norm)
     upper = {"printed": 2.0, "sharp": 1.0}[version]
-    return StepEquivalence(version=version, lower=0.5, upper=upper, ratios=ratios)
+    return StepEquivalence(lower=0.5, upper=upper, ratios=ratios)
 
 
 def _decrease_of(rule: StepRule, version: str, L0: float, L1: float) -> Callable[[Array], Array]:

@@ -146,10 +146,6 @@ class SkewedNoise:
     values: tuple[float, float]  # the two values, the rare one last
     probabilities: tuple[float, float]  # theirs
 
-    def sample(self, rng: np.random.Generator, shape: tuple[int, ...]) -> np.ndarray:
-        """Independent draws."""
-        return rng.choice(self.values, size=shape, p=self.probabilities)
-
     def clipped_mean(self, gradient: float, max_norm: float) -> float:
         """Expected clipped gradient where the true one is ``gradient``."""
         seen = np.clip(gradient + np.array(self.values), -max_norm, max_norm)

@@ -34,7 +34,6 @@ from curvestep.theory.problems.base import Array
 from curvestep.theory.theorems.guarantee import TOLERANCE, AssumptionError
 
 Ell = Callable[[Array], Array]
-STEPS = ("adaptive", "constant")
 _LARGEST_NORM = 1e30  # gradient norm up to which a bound is looked for
 _NUM_NORMS = 600  # gradient norms at which ℓ and D are looked at
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(40)
@@ -45,7 +44,6 @@ class EllGuarantee:
     """Descent on an ℓ-smooth function."""
 
     ell: Ell  # the law ℓ
-    step: str  # "adaptive", h(g), or "constant", 1/ℓ(2M)
     gap: float  # f(x0) − f*
     eps: float  # the gradient norm to reach
     M: float  # largest gradient norm on the sublevel set of x0
@@ -82,7 +80,7 @@ def ell_smooth(ell: Ell, *, gap: float, eps: float, step: str = "adaptive") -> E
         ell: ℓ of an array of gradient norms; positive and nondecreasing.
         gap: :math:`\Delta = f(x_0) - f^* > 0`.
         eps: Gradient norm to reach.
-        step: ``"adaptive"`` or ``"constant"``.
+        step: ``"adaptive"``, h(g), or ``"constant"``, 1/ℓ(2M).
 
     Raises:
         AssumptionError: If ℓ is not positive and nondecreasing, or grows too fast for a gradient bound.
@@ -94,7 +92,7 @@ def ell_smooth(ell: Ell, *, gap: float, eps: float, step: str = "adaptive") -> E
     """
     check_positive("gap", gap)
     check_positive("eps", eps)
-    check_choice("step", step, STEPS)
+    check_choice("step", step, ("adaptive", "constant"))
     M = _gradient_bound(ell, gap, eps)
     step_size, decrease = partial(ell_step, ell), partial(ell_decrease, ell)
     norms = np.geomspace(eps, max(M, eps), _NUM_NORMS)
@@ -103,9 +101,7 @@ def ell_smooth(ell: Ell, *, gap: float, eps: float, step: str = "adaptive") -> E
         K = float(ell(np.array(2 * M)))
         step_size, decrease = partial(np.full_like, fill_value=1 / K), lambda g: g**2 / (2 * K)
         bound = 2 * K * gap / eps**2
-    return EllGuarantee(
-        ell=ell, step=step, gap=gap, eps=eps, M=M, bound=bound, step_size=step_size, decrease=decrease
-    )
+    return EllGuarantee(ell=ell, gap=gap, eps=eps, M=M, bound=bound, step_size=step_size, decrease=decrease)
 
 
 def certify_ell(
