@@ -190,15 +190,15 @@ def layers_of(folder, *rows):
 
 
 def test_a_curve_of_each_layer_shows_the_sharpest_first(tmp_path):
-    # By the last row or the mean b would be the sharpest, by the first or the largest a.
-    rows = {"a": 90.0, "b": 3.0, "c": 5.0}, {"a": 1.0, "b": 3.0, "c": 5.0}, {"a": 1.0, "b": 80.0, "c": 5.0}
+    # By the first row b would be the sharpest, by the last, the mean or the largest a.
+    rows = {"a": 1.0, "b": 3.0, "c": 2.0}, {"a": 1.0, "b": 80.0, "c": 5.0}, {"a": 90.0, "b": 3.0, "c": 5.0}
     chart = layers_of(tmp_path, *rows)
     assert {one.name: one.y.tolist() for one in chart.series} == {
-        "c": [5.0, 5.0, 5.0], "b": [3.0, 3.0, 80.0], "a": [90.0, 1.0, 1.0]
+        "c": [2.0, 5.0, 5.0], "b": [3.0, 80.0, 3.0], "a": [1.0, 1.0, 90.0]
     }  # fmt: skip
     assert [one.name for one in chart.series] == ["c", "b", "a"]
     assert [one.x.tolist() for one in chart.series] == [[0.0, 1.0, 2.0]] * 3
-    assert "largest in c (5) and smallest in a (1)" in chart.words
+    assert chart.words.endswith("largest in c (5) and smallest in a (1).")
     assert (chart.x.log, chart.y.log) == (False, True)
 
 
@@ -305,8 +305,9 @@ def test_marks_of_a_series_are_as_asked_or_there_for_a_lonely_point():
     steps = np.arange(3.0)
     plain = Series("", steps, steps, mark="triangle")
     lonely = Series("", steps, np.array([1.0, np.nan, np.nan]))
-    line = Series("", steps, steps)
+    line = Series("", steps, steps, dash="dash")
     drawn = to_plotly(Chart("test", "", Axis("x"), Axis("y"), (plain, lonely, line)))["data"]
+    assert [one["line"]["dash"] for one in drawn] == ["solid", "solid", "dash"]
     assert drawn[0]["marker"]["symbol"] == "triangle-up"
     assert drawn[1]["marker"]["symbol"] == "circle"
     assert [one["mode"] for one in drawn[1:]] == ["lines+markers", "lines"]

@@ -237,6 +237,8 @@ def test_validation_calibration_and_optimizer_of_ones_own_loop_are_shown(tmp_pat
     assert text.count(page_words.calibration(page.runs[0])) == 1
     assert "<td>SGD, momentum 0</td>" in text
     assert "run-0-calibration" in packed(page.path)
+    (own / "metrics.jsonl").write_text("".join(lines[1:]))
+    assert find_views([own])[0].held_out["loss"].tolist() == [9.0]
 
 
 @pytest.mark.parametrize(

@@ -323,11 +323,10 @@ def _measurement(trace: Trace, fitted: Callable[[], SmoothnessFit], notes: list[
 
 
 def _layers(measured: Columns) -> Columns:
-    """The columns of layers with a number, taken out of those of the trace, the sharpest first."""
+    """The columns of layers with a number, the sharpest first."""
     layers: Columns = {}
-    for name in [name for name in measured if name.startswith("layers/")]:
-        values = measured.pop(name)
-        if np.isfinite(values).any():
+    for name, values in measured.items():
+        if name.startswith("layers/") and np.isfinite(values).any():
             layers[name.removeprefix("layers/").rsplit("/", 1)[0]] = values
     return dict(sorted(layers.items(), key=lambda layer: -np.median(finite(layer[1]))))
 
