@@ -61,11 +61,6 @@ class Rule(ABC):
         """The entries of a parameter's state that have its shape, in the order of ``buffers``."""
 
     @property
-    def state_names(self) -> tuple[str, ...]:
-        """All entries of a parameter's state."""
-        return (*self.buffer_names, *["step"] * self.counts_steps)
-
-    @property
     def measures_tensors(self) -> bool:
         """Whether it needs all of a tensor, not only what lies here of a sharded one."""
         return False
@@ -163,11 +158,11 @@ def _find_state(bundle: Bundle, state: State) -> None:
     else:
         states = [state.get(p, {}) for p in params]
     try:
-        columns = [list(map(getitem, states, repeat(name))) for name in bundle.rule.state_names]
+        bundle.buffers = [list(map(getitem, states, repeat(name))) for name in names]
+        if bundle.rule.counts_steps:
+            bundle.steps = list(map(getitem, states, repeat("step")))
     except KeyError:
         bundle.has_state = False
-    else:
-        bundle.buffers, bundle.steps = columns[: len(names)], list(chain(*columns[len(names) :]))
 
 
 def _check_tensors(bundle: Bundle) -> None:

@@ -70,11 +70,8 @@ class ClippedAdamW(ScaledOptimizer):
             state.
         skip_above: As for :class:`ClippedSGD`.
         maximize: Ascend instead of descend.
-        foreach: Use torch's multi-tensor functions. By default the fastest path that is right is chosen: on
-            CPU the package's own kernel, if it was built.
-        fused: Use torch's fused kernel where it is right (dense tensors of equal strides; on CPU float32
-            and float64), other tensors fall back to ``foreach``. A ``torch.amp.GradScaler`` then leaves
-            unscaling to the step, as with torch's fused optimizers.
+        foreach: As for :class:`ClippedSGD`.
+        fused: As for :class:`ClippedSGD`.
         differentiable: Let gradients flow through the step.
         capturable: As for :class:`ClippedSGD`.
 

@@ -23,7 +23,7 @@ from curvestep.distributed import local
 from curvestep.optim._update import Number
 from curvestep.optim.counters import ClipStats, Spike
 from curvestep.optim.device import DeviceStep, device_norms
-from curvestep.optim.policy import Decision, Group, Policy, as_float, check_scope, decisions_of, is_on_host
+from curvestep.optim.policy import Decision, Group, Policy, check_scope, decisions_of, is_on_host
 from curvestep.optim.record import HostStep, StepRecord
 from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
@@ -218,7 +218,7 @@ class Clipping(_Handle):
 
     def _clip_on_host(self, decisions: list[Decision], norms: list[float], loss: float | None) -> None:
         """Clip by norms that are floats, or hide the gradients from a step that is left out."""
-        step = HostStep(self.optimizer, self._policy, self._record, decisions, norms, as_float(loss))
+        step = HostStep(self.optimizer, self._policy, self._record, decisions, norms, loss)
         if step.is_left_out():
             self._hide(decisions)
         else:

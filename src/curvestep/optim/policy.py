@@ -183,24 +183,10 @@ def numbers_of_scaler(optimizer: Optimizer) -> tuple[float, bool]:
     return 1.0 if scale is None else scale.item(), overflow is not None and overflow.item() > 0
 
 
-def as_float(loss: Tensor | float | None) -> float | None:
-    """What a closure returned as a number."""
-    return None if loss is None else float(loss)
-
-
 def layer_norms(groups: list[Group]) -> dict[str, float]:
     """The norm of each parameter's gradient, by name; waits for a device."""
     named = [(name, p.grad) for name, p in _named(groups) if p.grad is not None]
     return {name: float(global_norm([grad])) for name, grad in named}
-
-
-def clipped_norms(
-    decisions: Sequence[Decision], norms: list[float], coefficients: list[float]
-) -> list[float]:
-    """The norm of each decision after clipping; of pieces that of all together."""
-    pieces = [decision.pieces for decision in decisions]
-    triples = zip(pieces, norms, coefficients, strict=True)
-    return [norm * c if p is None else float(p.clipped_norm()) for p, norm, c in triples]
 
 
 def _named(groups: list[Group]) -> Iterator[tuple[str, Tensor]]:

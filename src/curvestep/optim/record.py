@@ -40,7 +40,6 @@ from curvestep.optim.policy import (
     Decision,
     Group,
     Step,
-    clipped_norms,
     counted_pieces,
     layer_norms,
     may_be_pretended,
@@ -275,9 +274,11 @@ class HostStep(Step):
     """A step of which every number is a float: whether to leave it out, and how it is counted."""
 
     norms: list[float]  # of each decision; the scale of a GradScaler is taken out
-    loss: float | None  # what the closure returned
+    loss: float | None  # what the closure returned: a number, or a tensor before it is read here
 
     def __post_init__(self) -> None:
+        if self.loss is not None:
+            self.loss = float(self.loss)
         scale, self._overflowed = numbers_of_scaler(self.optimizer)
         self.unscale = 1 / scale
         if scale != 1.0:
@@ -321,8 +322,9 @@ class HostStep(Step):
     def look_for_spike(self, coefficients: list[float]) -> None:
         """Remember the step if it stands out, while the gradients are as they came."""
         if self.norm > self._counters.spike_bound:
-            norms = clipped_norms(self.decisions, self.norms, coefficients)
-            self._keep_spike(self.policy.joint_norm(norms))
+            each = zip(self.decisions, self.norms, coefficients, strict=True)
+            clipped = [float(d.pieces.clipped_norm()) if d.pieces else norm * c for d, norm, c in each]
+            self._keep_spike(self.policy.joint_norm(clipped))
 
     def count(self, coefficients: list[float], bounds: list[float]) -> None:
         """Count the step that was taken, with the factor on each decision and its threshold."""

@@ -25,7 +25,7 @@ from curvestep.distributed import in_zero_redundancy_optimizer
 from curvestep.optim._update import Bundle, Rule, collect, joined, parts_of
 from curvestep.optim.counters import ClipStats, Spike
 from curvestep.optim.device import DeviceStep, step_on_device
-from curvestep.optim.policy import Group, Policy, as_float, check_scope, is_on_host, rule_of
+from curvestep.optim.policy import Group, Policy, check_scope, is_on_host, rule_of
 from curvestep.optim.record import HostStep, StepRecord
 
 Norm = TypeVar("Norm", float, Tensor)
@@ -231,7 +231,7 @@ class ScaledOptimizer(Optimizer, ABC):
             if not bundles:
                 return loss
             if reads_numbers(bundles):
-                self._step(bundles, as_float(loss))
+                self._step(bundles, loss)
             else:
                 step_on_device(self, bundles, self._policy, self._record)
         return loss
