@@ -86,12 +86,7 @@ def joint(norms: list[Tensor]) -> Tensor:
 
 
 def host_norm(tensors: list[Tensor], view: View | None = None) -> float:
-    """:func:`global_norm` of tensors in the host's memory, as a number; ``view`` is where they lie, if known.
-
-    Example:
-        >>> host_norm([torch.tensor([3.0, 0.0]), torch.tensor([4.0], dtype=torch.float16)])
-        5.0
-    """
+    """:func:`global_norm` of tensors in the host's memory, as a number; ``view``: where they lie, if known."""
     if view is None:
         return global_norm(tensors).item()
     return cpu_norm(tensors, view)
@@ -151,12 +146,7 @@ def _norm_on_host(tensors: list[Tensor]) -> Tensor:
 
 
 def cpu_norm(tensors: list[Tensor], view: View | None = None) -> float:
-    """:func:`global_norm` of real, dense CPU tensors of one dtype, as a number; ``view`` is where they lie.
-
-    Example:
-        >>> cpu_norm([torch.tensor([3.0, 0.0]), torch.tensor([4.0])])
-        5.0
-    """
+    """:func:`global_norm` of real, dense CPU tensors of one dtype; ``view`` is where they lie."""
     if view is None:
         check_memory("a tensor", tensors)
         norm = _norm_by_torch(tensors)
@@ -177,16 +167,7 @@ def safe_norms(dtype: torch.dtype) -> tuple[float, float]:
 
 
 def check_memory(name: str, tensors: Sequence[Any]) -> None:
-    """Raise if the memory of a CPU tensor was given back: torch would read at address 0, a signal.
-
-    Example:
-        >>> freed = torch.ones(3)
-        >>> _ = freed.untyped_storage().resize_(0)
-        >>> check_memory("a gradient", [freed])
-        Traceback (most recent call last):
-        ...
-        RuntimeError: The storage of a gradient, shape (3,), was resized to 0...
-    """
+    """Raise if the memory of a CPU tensor was given back: torch would read at address 0, a signal."""
     try:
         freed = list(filter(_is_freed, filter(_is_in_memory, tensors)))
     except (NotImplementedError, RuntimeError):  # what torch.func wraps does not tell

@@ -138,46 +138,27 @@ class Kernel:
             ctypes.byref(_double.from_buffer(norms.data)),
         )  # fmt: skip
 
-    def update(
-        self,
-        x: View,
-        *,
-        scale: float,
-        weight_decay: float,
-        momentum: float,
-        dampening: float,
-        lr: float,
-        nesterov: bool,
-        units: Units | None = None,
-    ) -> None:
-        """The formula of ``optim/sgd.py``. ``x`` has gradients, parameters and, with momentum, buffers."""
+    def update(self, x: View, *rule: float, units: Units | None = None) -> None:
+        """The formula of ``optim/sgd.py``. ``x`` has gradients, parameters and, with momentum, buffers.
+
+        ``rule`` is scale, weight decay, momentum, 1 - dampening, lr and whether nesterov.
+        """
         self._update(
-            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
-            _RULE.pack(scale, weight_decay, momentum, 1 - dampening, lr, nesterov),
+            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists, _RULE.pack(*rule),
             _as_c(units),
         )  # fmt: skip
 
     def adamw(
-        self,
-        x: View,
-        steps: View,
-        *,
-        scale: float,
-        lr: float,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        units: Units | None = None,
-        update_rms: float = math.inf,
+        self, x: View, steps: View, *rule: float, units: Units | None = None, update_rms: float = math.inf
     ) -> None:
         """The formula of ``optim/adamw.py``, which counts ``steps`` on.
 
-        ``x`` has gradients, parameters, first, second and, for ``amsgrad``, largest second moments.
+        ``x`` has gradients, parameters, first, second and, for ``amsgrad``, largest second moments; ``rule``
+        is scale, lr, the two betas, eps and weight decay.
         """
         given = (
-            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
-            _ADAM_RULE.pack(scale, lr, *betas, eps, weight_decay), steps.addresses, steps.doubles,
-            _as_c(units),
+            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists, _ADAM_RULE.pack(*rule),
+            steps.addresses, steps.doubles, _as_c(units),
         )  # fmt: skip
         if update_rms == math.inf:
             self._adamw(*given, None)
@@ -308,8 +289,8 @@ def _follows_formula(kernel: Kernel, dtype: torch.dtype) -> bool:
     found = [(squares, torch.stack([g.square().sum(), (p - g).square().sum()]))]
     expected = 0.5 * b + 0.25 * (0.5 * g + 3.0 * p)
     found += [(b, expected), (p, p - 0.125 * expected)]
-    kernel.update(sgd, scale=0.5, weight_decay=3.0, momentum=0.5, dampening=0.75, lr=0.125, nesterov=False)
+    kernel.update(sgd, 0.5, 3.0, 0.5, 0.25, 0.125, False)
     # The first step of AdamW from zero moments is one of length lr by the sign of the gradient.
-    kernel.adamw(adamw, steps, scale=0.5, lr=0.25, betas=(0.75, 0.5), eps=0.0, weight_decay=0.5)
+    kernel.adamw(adamw, steps, 0.5, 0.25, 0.75, 0.5, 0.0, 0.5)
     found += [(w, g * 0.3125), (m, g * 0.125), (v, g * 0.25), (step, g[0] / 2)]
     return all(torch.allclose(t, expected) for t, expected in found)

@@ -46,8 +46,7 @@ class ScaledSGD(ScaledOptimizer):
     r"""SGD with the step size of a rule: :math:`x_{k+1} = x_k - h(\lVert g_k \rVert)\, g_k`.
 
     A subclass names the group entry at which the rule bends (``threshold``) and gives the factor on the
-    gradient (:meth:`coefficient`). Momentum, weight decay, the fast paths, sharded and sparse gradients,
-    :meth:`clip_stats` and checkpoints are the same for all.
+    gradient (:meth:`coefficient`). Everything else is the same for all.
 
     Args:
         params: Parameters, named parameters or parameter groups, as for every torch optimizer.
@@ -96,9 +95,8 @@ class SGDRule(Rule):
         """Our own kernel: every tensor once through memory, 16 bytes a parameter, 24 with momentum."""
         assert part.view is not None  # this path is chosen only where there is one
         part.view.kernel.update(
-            part.view, scale=self.signed(scale), weight_decay=self.weight_decay,
-            momentum=self.momentum, dampening=self.dampening, lr=float(self.lr), nesterov=self.nesterov,
-            units=part.units,
+            part.view, self.signed(scale), self.weight_decay, self.momentum, 1 - self.dampening,
+            float(self.lr), self.nesterov, units=part.units,
         )  # fmt: skip
 
     def by_fused(self, part: Part, scale: Number, skip: Tensor | None = None) -> None:
