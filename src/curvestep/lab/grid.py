@@ -8,9 +8,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-from rich.table import Table
-
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
 from curvestep.lab.recipe_fields import Fields, short
 from curvestep.lab.recipes import Recipe, with_fields
@@ -27,7 +24,6 @@ class Trial:
     fields: Fields
     folder: Path
     status: str
-    step: int = 0
     train_loss: float = math.nan  # at the end; NaN if the trial did not finish
     held_out: dict[str, float] = field(default_factory=dict)  # of the last evaluation
     message: str = ""
@@ -41,10 +37,7 @@ class SweepResult:
     trials: tuple[Trial, ...]
 
     def __str__(self) -> str:
-        console = Console(width=110)
-        with console.capture() as captured:
-            console.print(_table(self.trials))
-        return captured.get().rstrip()
+        return "\n".join(f"{trial.folder.name}: {ending(trial)}" for trial in self.trials)
 
 
 def sweep(
@@ -100,9 +93,10 @@ def sweep(
 
 def ending(trial: Trial) -> str:
     """How a trial ended, in a few words."""
-    if math.isfinite(trial.train_loss):
-        return f"{trial.status}, training loss {trial.train_loss:.4f}"
-    return f"{trial.status}: {trial.message}".removesuffix(": ")
+    if not math.isfinite(trial.train_loss):
+        return f"{trial.status}: {trial.message}".removesuffix(": ")
+    units = [f", {name} {value:.4g}" for name, value in trial.held_out.items() if name != "loss"]
+    return f"{trial.status}, training loss {trial.train_loss:.4f}{''.join(units)}"
 
 
 def _points(recipe: Recipe, grid: Grid) -> dict[str, Fields]:
@@ -133,18 +127,7 @@ def trial_in(fields: Fields, folder: Path, error: str = "") -> Trial:
         fields=fields,
         folder=folder,
         status=status,
-        step=found.get("step", 0),
         train_loss=found["train_loss"] if status == FINISHED else math.nan,
         held_out=next(iter(found.get("metrics", {}).values()), {}),
         message=error or found["message"],
     )
-
-
-def _table(trials: Sequence[Trial]) -> Table:
-    table = Table(*trials[0].fields, "status", "step", "train loss", "held out")
-    for trial in trials:
-        loss = f"{trial.train_loss:.4f}".replace("nan", "")
-        units = [f"{name} {value:.4g}" for name, value in trial.held_out.items() if name != "loss"]
-        numbers = [trial.status, str(trial.step or ""), loss, ", ".join(units)]
-        table.add_row(*map(short, trial.fields.values()), *numbers)
-    return table
