@@ -25,8 +25,10 @@ def cost_of(recipe: Recipe) -> float:
     """
     if recipe.scale == "laptop" and recipe.max_norm == math.inf and recipe.lr >= 10:
         return 1.5  # diverges at once
-    step, gradient = _seconds(recipe)
-    return steps_of(recipe) * step + _rows_of(recipe) * _batches_of_a_row(recipe) * gradient
+    (step, gradient), num_steps, num_rows = _seconds(recipe), steps_of(recipe), 0
+    if recipe.probe_every:
+        num_rows = len(range(recipe.probe_from, num_steps, recipe.probe_every))
+    return num_steps * step + num_rows * _batches_of_a_row(recipe) * gradient
 
 
 def _seconds(recipe: Recipe) -> tuple[float, float]:
@@ -40,13 +42,6 @@ def _seconds(recipe: Recipe) -> tuple[float, float]:
     assert isinstance(recipe, ImageRecipe)
     scale = 4 / recipe.pooling**2 * recipe.batch_size / 64
     return scale * _IMAGE_STEP, scale * _IMAGE_GRADIENT
-
-
-def _rows_of(recipe: Recipe) -> int:
-    """Measurements of a run."""
-    if recipe.probe_every == 0:
-        return 0
-    return len(range(recipe.probe_from, steps_of(recipe), recipe.probe_every))
 
 
 def _batches_of_a_row(recipe: Recipe) -> float:

@@ -222,16 +222,12 @@ class GlobalBatchNorm2d(nn.BatchNorm2d):
         mean = summed(input.sum((0, 2, 3))) / count
         centred = input - mean.view(1, -1, 1, 1)
         variance = summed(centred.square().sum((0, 2, 3))) / count
-        self._update_running(mean.detach(), variance.detach() * (count / (count - 1)))
-        scale = torch.rsqrt(variance + self.eps) * self.weight
-        return centred * scale.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
-
-    @torch.no_grad()
-    def _update_running(self, mean: Tensor, variance: Tensor) -> None:
         buffers: Any = self  # which are there by torch's defaults
         buffers.num_batches_tracked.add_(1)
-        buffers.running_mean.lerp_(mean, self.momentum)
-        buffers.running_var.lerp_(variance, self.momentum)
+        buffers.running_mean.lerp_(mean.detach(), self.momentum)
+        buffers.running_var.lerp_(variance.detach() * (count / (count - 1)), self.momentum)
+        scale = torch.rsqrt(variance + self.eps) * self.weight
+        return centred * scale.view(1, -1, 1, 1) + self.bias.view(1, -1, 1, 1)
 
 
 class _AllReduce(torch.autograd.Function):

@@ -17,10 +17,8 @@ NAMES = ("ptb", "cifar10")
 def get(names: Iterable[str] = NAMES, *, offline: bool = False, progress: bool = True) -> dict[str, str]:
     """Make sure that the data sets are there, fetching what is missing; where each came from.
 
-    ``offline`` only checks ``CURVESTEP_DATA`` and the cache.
-
-    Raises:
-        DataError: a data set is not available, or a file is not what it should be.
+    ``offline`` only checks ``CURVESTEP_DATA`` and the cache. A data set that is not available, or a file that
+    is not what it should be, is a `DataError`.
     """
     loaders = {"ptb": load_ptb, "cifar10": partial(load_cifar10, subset=False)}
     chosen = [check_choice("names", name, NAMES) for name in names]

@@ -112,11 +112,7 @@ def find(
     first source that answers fills; ``offline`` uses no source. One process fetches at a time (file lock);
     the others wait and then read what it left. A broken file in the cache is fetched again. Files appear in
     the cache whole and verified or not at all. A source that raises `Unreachable` passes to the next with
-    one line.
-
-    Raises:
-        Unreachable: no source answered.
-        DataError: a file has the wrong hash, or the cache cannot be written.
+    one line, and out of `find` if it was the last; any other `DataError` ends the search.
     """
     own = data_folder()
     files = given(own) if own else None

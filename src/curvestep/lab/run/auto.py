@@ -6,21 +6,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import count
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from curvestep.calibration.calibrate import calibrate
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
-from curvestep.lab.recipes import OPTIMIZERS, Recipe
+from curvestep.lab.recipes import OPTIMIZERS, Recipe, RecipeT
 from curvestep.lab.run.devices import run_context
 from curvestep.lab.run.folder import CONFIG, Run, RunResult
 from curvestep.lab.run.loop import train
 from curvestep.lab.tasks import make_task, seed_of
 from curvestep.loaders import Readable
 from curvestep.optimizer_family import family_of
-
-RecipeT = TypeVar("RecipeT", bound=Recipe)
 
 
 def calibrate_recipe(
