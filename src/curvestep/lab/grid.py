@@ -69,8 +69,8 @@ def sweep(
         offline: Use no network for the data.
     """
     folder = Path(folder)
-    points = _points(recipe, grid)
-    recipes = {name: with_fields(recipe, **fields) for name, fields in points.items()}
+    recipes = _recipes(recipe, grid)
+    points = {name: {key: getattr(point, key) for key in grid} for name, point in recipes.items()}
     common = {"resume": True, "progress": False, "checkpoint_seconds": checkpoint_seconds, "offline": offline}
     jobs = []
     for name, point in recipes.items():
@@ -99,21 +99,20 @@ def ending(trial: Trial) -> str:
     return f"{trial.status}, training loss {trial.train_loss:.4f}{''.join(units)}"
 
 
-def _points(recipe: Recipe, grid: Grid) -> dict[str, Fields]:
-    """The points of the grid by name, each a valid recipe."""
+def _recipes(recipe: Recipe, grid: Grid) -> dict[str, Recipe]:
+    """The recipe at each point of the grid, by name."""
     if not grid:
         raise ValueError("`grid` must name at least one field and its values.")
     for name, values in grid.items():
         if isinstance(values, str) or not values:
             raise ValueError(f"`grid` needs a list of values for {name!r}, got {values!r}.")
-    points: dict[str, Fields] = {}
+    points: dict[str, Recipe] = {}
     for values in itertools.product(*grid.values()):
-        trial = with_fields(recipe, **dict(zip(grid, values, strict=True)))
-        fields = {name: getattr(trial, name) for name in grid}
-        name = ",".join(f"{key}={short(value)}" for key, value in fields.items())
+        point = with_fields(recipe, **dict(zip(grid, values, strict=True)))
+        name = ",".join(f"{key}={short(getattr(point, key))}" for key in grid)
         if name in points:
             raise ValueError(f"`grid` has the point {name} twice.")
-        points[name] = fields
+        points[name] = point
     return points
 
 
