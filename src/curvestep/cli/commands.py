@@ -91,7 +91,6 @@ def sweep(parser: Parser, args: list[str]) -> int:
     parser.option("--folder", "Where the sweep goes", shown="runs/sweep-<recipe>")
     add_scale(parser)
     add_engine(parser, "How many runs train at a time")
-    parser.option("--checkpoint-seconds", "Time between checkpoints", default=60.0, kind=NUMBER)
     parser.flag("--offline", "Use no network for the data")
     parser.flag("--quiet", "Show no progress")
     chosen, recipe, given = read_with_recipe(parser, args, several=True)
@@ -101,7 +100,7 @@ def sweep(parser: Parser, args: list[str]) -> int:
         parser.error("give at least one field several values, such as --lr 3 10 30")
     from curvestep.lab.grid import sweep as library
 
-    names = ("engine", "workers", "address", "checkpoint_seconds", "offline")
+    names = ("engine", "workers", "address", "offline")
     folder = chosen.folder or f"runs/sweep-{recipe.name}"
     result = library(recipe, grid, folder, **_arguments(chosen, *names))
     say(result)
@@ -156,15 +155,13 @@ def advise(parser: Parser, args: list[str]) -> int:
 def calibrate(parser: Parser, args: list[str]) -> int:
     """``curvestep calibrate``: lr and max_norm of a recipe before it is trained."""
     add_scale(parser)
-    budget = "Gradients that trials may take, or below 1 their share of the steps"
-    parser.option("--budget", budget, default=None, shown="a twentieth, at least 80", kind=NUMBER)
     parser.flag("--offline", "Use no network for the data")
     parser.flag("--json", "Print JSON instead of words")
     chosen, recipe, given = read_with_recipe(parser, args)
     recipe = with_given(parser, recipe, given)
     from curvestep.lab.run.auto import calibrate_recipe
 
-    _, calibration = calibrate_recipe(recipe, budget=chosen.budget, offline=chosen.offline)
+    _, calibration = calibrate_recipe(recipe, offline=chosen.offline)
     say(dump_json(calibration, indent=2) if chosen.json else calibration)
     return OK
 

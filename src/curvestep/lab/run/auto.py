@@ -21,9 +21,7 @@ from curvestep.loaders import Readable
 from curvestep.optimizer_family import family_of
 
 
-def calibrate_recipe(
-    recipe: RecipeT, *, budget: float | None = None, offline: bool = False
-) -> tuple[RecipeT, Calibration]:
+def calibrate_recipe(recipe: RecipeT, *, offline: bool = False) -> tuple[RecipeT, Calibration]:
     """The recipe with measured ``lr`` and ``max_norm`` (or ``offset``), and the calibration.
 
     The model is the one that a run of the recipe starts from, the batches are its first ones, each with a
@@ -31,13 +29,12 @@ def calibrate_recipe(
 
     Args:
         recipe: What will be trained; its ``lr``, ``max_norm`` and ``offset`` are not looked at.
-        budget: Gradients that the trials may take, or their share of the steps of training.
         offline: Use no network for the data.
 
     Example:
         >>> from curvestep.lab.recipes import get_recipe
-        >>> recipe = get_recipe("cifar-resnet20", images="digits", batch_size=16, momentum=0.0)
-        >>> recipe, found = calibrate_recipe(recipe, budget=48)
+        >>> recipe = get_recipe("cifar-resnet20", images="digits", batch_size=4, pooling=4, momentum=0.0)
+        >>> recipe, found = calibrate_recipe(recipe)
         >>> found.optimizer, recipe.lr == found.lr, 0 < found.lr < 10
         ('ClippedSGD', True, True)
     """
@@ -53,7 +50,6 @@ def calibrate_recipe(
             momentum=recipe.momentum,
             weight_decay=recipe.weight_decay,
             num_steps=task.num_steps(),
-            budget=budget,
             progress=False,
         )
     return replace(recipe, **{"lr": found.lr, _threshold(recipe): found.max_norm}), found
