@@ -86,7 +86,7 @@ def joint(norms: list[Tensor]) -> Tensor:
 
 
 def host_norm(tensors: list[Tensor], view: View | None = None) -> float:
-    """:func:`global_norm` of tensors in the host's memory, as a number; ``view``: where they lie, if known."""
+    """:func:`global_norm` of tensors in the host's memory; ``view`` is where they lie, if known."""
     if view is None:
         return global_norm(tensors).item()
     return cpu_norm(tensors, view)
@@ -326,21 +326,17 @@ def _are_contiguous_alike(tensors: list[Tensor]) -> bool:
 
 def _rows(t: Tensor) -> list[Tensor]:
     """The entries of ``t`` in rows; what is left over is a shorter row, unless a divisor suits."""
+    order = sorted(range(t.dim()), key=t.stride, reverse=True)
+    vector = t.permute(order).reshape(-1)  # a copy only where there are gaps or overlaps
     length = _row_length(t.numel())
     full = t.numel() // length * length
-    return [part.view(-1, min(length, part.numel())) for part in _as_vector(t).split(full)]
+    return [part.view(-1, min(length, part.numel())) for part in vector.split(full)]
 
 
 @cache
 def _row_length(size: int) -> int:
     """Largest divisor of ``size`` between `ROW`/2 and `ROW`; `ROW` if it has none."""
     return next((n for n in range(ROW, ROW // 2 - 1, -1) if size % n == 0), ROW)
-
-
-def _as_vector(t: Tensor) -> Tensor:
-    """The entries of ``t`` in the order of memory; a copy only where there are gaps or overlaps."""
-    order = sorted(range(t.dim()), key=t.stride, reverse=True)
-    return t.permute(order).reshape(-1)
 
 
 def _rescaled_norm(tensors: Sequence[Tensor]) -> float:

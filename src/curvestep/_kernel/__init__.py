@@ -65,16 +65,14 @@ class Units:
         self._numbers = (_double * (3 * count + 2))()
         every = np.frombuffer(self._numbers)
         self.norms, self.bounds, self.factors = every[:count], every[count : 2 * count], every[2 * count : -2]
-        self._of_weights = of_weights or (0.0, 0.0)
+        # The struct of C, which holds for as long as this object.
+        places = ctypes.addressof(starts), ctypes.addressof(self._numbers)
+        self.as_c = _UNITS.pack(*places, *(of_weights or (0.0, 0.0)))
 
     @property
     def clipped(self) -> tuple[float, float]:
         """The smallest factor, and the share of units that were clipped."""
         return self._numbers[-2], self._numbers[-1]
-
-    def as_c(self) -> bytes:
-        """The struct of C, which holds for as long as this object."""
-        return _UNITS.pack(ctypes.addressof(self.starts), ctypes.addressof(self._numbers), *self._of_weights)
 
 
 class Kernel:
@@ -176,7 +174,7 @@ def _typed(function: Any, result: Any, arguments: list[Any]) -> Callable[..., An
 
 
 def _as_c(units: Units | None) -> bytes | None:
-    return None if units is None else units.as_c()
+    return None if units is None else units.as_c
 
 
 @cache

@@ -176,13 +176,6 @@ def _has_zero_lr(group: Group) -> bool:
     return bool(lr == 0)
 
 
-def numbers_of_scaler(optimizer: Optimizer) -> tuple[float, bool]:
-    """A GradScaler's part in the step: its scale, and whether a gradient overflowed."""
-    scale: Tensor | None = getattr(optimizer, "grad_scale", None)
-    overflow: Tensor | None = getattr(optimizer, "found_inf", None)
-    return 1.0 if scale is None else scale.item(), overflow is not None and overflow.item() > 0
-
-
 def layer_norms(groups: list[Group]) -> dict[str, float]:
     """The norm of each parameter's gradient, by name; waits for a device."""
     named = [(name, p.grad) for name, p in _named(groups) if p.grad is not None]

@@ -43,7 +43,6 @@ from curvestep.optim.policy import (
     counted_pieces,
     layer_norms,
     may_be_pretended,
-    numbers_of_scaler,
     rule_of,
     unscale_pieces,
 )
@@ -279,9 +278,13 @@ class HostStep(Step):
     def __post_init__(self) -> None:
         if self.loss is not None:
             self.loss = float(self.loss)
-        scale, self._overflowed = numbers_of_scaler(self.optimizer)
-        self.unscale = 1 / scale
-        if scale != 1.0:
+        # A GradScaler's part in the step: its scale, and whether a gradient overflowed.
+        scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
+        overflow: Tensor | None = getattr(self.optimizer, "found_inf", None)
+        self._overflowed = overflow is not None and overflow.item() > 0
+        self.unscale = 1.0
+        if scale is not None:
+            self.unscale = 1 / scale.item()
             self.norms = [norm * self.unscale for norm in self.norms]
             unscale_pieces(self.decisions, self.unscale)
         self.norm = self.policy.joint_norm(self.norms)

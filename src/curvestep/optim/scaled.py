@@ -263,11 +263,9 @@ class ScaledOptimizer(Optimizer, ABC):
 
 def reads_numbers(bundles: list[Bundle]) -> bool:
     """Whether every number of a step is read on the host: none has to be waited for, none has a gradient."""
-    return not bundles[0].group["differentiable"] and all(map(_is_read, bundles))
-
-
-def _is_read(bundle: Bundle) -> bool:
-    return is_on_host(bundle) and not isinstance(bundle.rule.lr, Tensor)
+    if bundles[0].group["differentiable"]:
+        return False
+    return all(is_on_host(bundle) and not isinstance(bundle.rule.lr, Tensor) for bundle in bundles)
 
 
 def _check_rule(rule: ClipRule, group: Group) -> None:
