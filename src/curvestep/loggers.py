@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from statistics import fmean
 from typing import Any
 
@@ -137,12 +138,7 @@ def mlflow() -> Logger:
     run = mlflow.active_run()
     if run is None:
         raise ValueError("`mlflow` has no active run. Make the logger inside `with mlflow.start_run():`.")
-    run_id = run.info.run_id
-
-    def write(numbers: dict[str, float], step: int) -> None:
-        mlflow.log_metrics(numbers, step=step, run_id=run_id)
-
-    return Logger(write)
+    return Logger(partial(mlflow.log_metrics, run_id=run.info.run_id))
 
 
 def accelerate(accelerator: Any) -> Logger:
@@ -162,11 +158,7 @@ def accelerate(accelerator: Any) -> Logger:
             "`accelerator` has no trackers, so rows would be lost. Give it `log_with=`, and call its "
             "`init_trackers` before."
         )
-
-    def write(numbers: dict[str, float], step: int) -> None:
-        accelerator.log(numbers, step=step)
-
-    return Logger(write)
+    return Logger(accelerator.log)
 
 
 def _check_has(value: object, method: str, needed: str) -> None:

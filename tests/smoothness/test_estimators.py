@@ -215,7 +215,7 @@ def test_fused_attention_falls_back_to_differences():
     with Replay(model, lambda: closure(model)) as replay:
         point = replay.point
         with pytest.raises(RuntimeError, match="derivative"):
-            replay.hessian_product(d)
+            replay.hessian_product(d, origin=point)
         fallen = local_smoothness(replay, point, d)
         with sdpa_kernel(SDPBackend.MATH):
             exact = local_smoothness(replay, point, d)

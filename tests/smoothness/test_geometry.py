@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import curvestep as cs
-from curvestep.smoothness.geometry import FLOOR, AdamScale, geometry_of
+from curvestep.smoothness.geometry import FLOOR, Scale, geometry_of
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.smoothness.loops import block_steps
 
@@ -68,7 +68,7 @@ def gradient(model, x, y):
 @pytest.mark.parametrize("ratio", [1.0, 3.0])
 def test_a_coordinate_without_gradients_has_a_share_of_the_mean_and_every_one_the_ratio_of_rates(ratio):
     square = torch.tensor([0.0, 4.0])
-    scale = AdamScale(ratio, square, correction=1.0, eps=0.0)
+    scale = Scale(ratio, (square,))
     assert scale.values(square).tolist() == pytest.approx([ratio * FLOOR * 2**0.5, ratio * 2.0])
 
 

@@ -290,7 +290,7 @@ def test_points_along_the_segment_are_the_ones_asked_for():
 def test_hessian_product_of_a_linear_loss_is_zero():
     model = nn.Linear(4, 1)
     with Replay(model, lambda: model.weight.sum()) as replay:
-        weight, bias = replay.hessian_product([torch.ones(1, 4), None])
+        weight, bias = replay.hessian_product([torch.ones(1, 4), None], origin=replay.point)
     assert torch.equal(weight, torch.zeros(1, 4))
     assert bias is None
 

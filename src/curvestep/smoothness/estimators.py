@@ -117,7 +117,12 @@ def critical_lr(
             high = multiple
         else:
             low = multiple
-        multiple = _next_multiple(low, high)
+        if math.isinf(high):
+            multiple = 2 * low
+        elif low == 0:
+            multiple = high / 2
+        else:
+            multiple = math.sqrt(low * high)
     return lr * low, lr * high
 
 
@@ -130,15 +135,6 @@ def _step(start: Sequence[Tensor], end: Sequence[Tensor]) -> list[Tensor]:
             "Skip steps that did not move the parameters."
         )
     return d
-
-
-def _next_multiple(low: float, high: float) -> float:
-    """Twice, half, or between."""
-    if math.isinf(high):
-        return 2 * low
-    if low == 0:
-        return high / 2
-    return math.sqrt(low * high)
 
 
 def local_smoothness(gradient: Gradient, point: Point, direction: Point) -> Tensor:
@@ -186,9 +182,6 @@ class SpectralSmoothness:
     residual: float
     converged: bool
     num_products: int
-
-    def __float__(self) -> float:
-        return self.value
 
 
 def spectral_smoothness(

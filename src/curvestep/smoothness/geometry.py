@@ -37,42 +37,24 @@ FLOOR = 1e-3
 
 @dataclass(frozen=True)
 class Scale:
-    """P of one parameter that steps along its gradient: the ratio of the largest lr to its own."""
+    r"""P of one parameter: :math:`r`, or :math:`r\,(c\sqrt{v} + \varepsilon)` of Adam."""
 
-    ratio: float
-
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The tensors of the parameter's shape that :meth:`values` takes."""
-        return []
-
-    def values(self, *_: Tensor) -> float | Tensor:
-        """P."""
-        return self.ratio
-
-
-@dataclass(frozen=True)
-class AdamScale(Scale):
-    r"""P of one parameter of Adam: :math:`r\,(c\sqrt{v} + \varepsilon)`, with :math:`r` the ratio of lr's."""
-
-    square: Tensor  # v
-    correction: float  # c
-    eps: float
+    ratio: float  # r, of the largest lr to its own
+    squares: tuple[Tensor, ...] = ()  # v of Adam; none where steps go along the gradient
+    correction: float = 1.0  # c
+    eps: float = 0.0
 
     @cached_property
     def floor(self) -> float:
-        """The least value of P; reads all of v."""
-        mean = whole(self.square.detach().mean(dtype=torch.float32)).item()
+        """The least value of P of Adam; reads all of v."""
+        mean = whole(self.squares[0].mean(dtype=torch.float32)).item()
         least = torch.finfo(torch.float32).tiny  # where a whole tensor has never had a gradient
         return max(least, FLOOR * self.correction * math.sqrt(mean)) * self.ratio
 
-    @property
-    def tensors(self) -> list[Tensor]:
-        """The one tensor that P is made of."""
-        return [self.square.detach()]
-
-    def values(self, *squares: Tensor) -> Tensor:
-        """P where v is the only one of these."""
+    def values(self, *squares: Tensor) -> float | Tensor:
+        """P of a piece of the parameter, with that piece of v."""
+        if not squares:
+            return self.ratio
         wide = torch.promote_types(squares[0].dtype, torch.float32)
         root = squares[0].to(wide).sqrt().mul_(self.correction * self.ratio)
         return root.add_(self.eps * self.ratio).clamp_(min=self.floor)
@@ -118,7 +100,7 @@ class ChangeInMetric:
         scale, p = self._scales[i], self._parameters[i].detach()
         if scale is None:
             return
-        tensors = [p, self._start[i], _dense(new, p), _dense(old, p), *scale.tensors]
+        tensors = [p, self._start[i], _dense(new, p), _dense(old, p), *scale.squares]
         steps = self._steps[i] = list[float]()
         changes = self._changes[i] = list[float]()
         for x, y, here, before, *squares in _pieces(tensors):
@@ -191,7 +173,7 @@ def geometry_of(
     return Geometry(momentum, limit, known)
 
 
-def _adam_scale(p: Tensor, group: Row, state: Row, ratio: float) -> AdamScale | None:
+def _adam_scale(p: Tensor, group: Row, state: Row, ratio: float) -> Scale | None:
     """P of a parameter that Adam moves; None if there is no v of its shape."""
     square = state.get("max_exp_avg_sq", state.get("exp_avg_sq"))
     if square is None or square.shape != p.shape or square.is_complex():
@@ -200,7 +182,7 @@ def _adam_scale(p: Tensor, group: Row, state: Row, ratio: float) -> AdamScale | 
     if group.get("bias_correction", True):
         steps = float(state.get("step", group.get("step", math.inf)))
         correction = 1 / math.sqrt(1 - float(group["betas"][1]) ** steps)
-    return AdamScale(ratio, square, correction, float(group["eps"]))
+    return Scale(ratio, (square.detach(),), correction, float(group["eps"]))
 
 
 def _edge(group: Row, *, adam: bool) -> tuple[float, float]:

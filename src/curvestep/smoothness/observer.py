@@ -218,13 +218,12 @@ def _is_zero(parameters: Sequence[Tensor]) -> bool:
 
 def fingerprint(value: object) -> list[Mark]:
     """A few numbers for every tensor in nested ``value``: equal values have equal ones."""
-    return [_mark(tensor.detach()) for tensor in tensors_in(value)]
-
-
-def _mark(tensor: Tensor) -> Mark:
-    t = tensor.to_dense().reshape(-1).to(torch.float64)
-    weights = torch.cos(torch.arange(t.numel(), dtype=torch.float64, device=t.device))
-    return Mark(tuple(tensor.shape), t.sum().item(), (t @ weights).item(), t.abs().sum().item())
+    marks = []
+    for tensor in tensors_in(value):
+        t = tensor.detach().to_dense().reshape(-1).to(torch.float64)
+        weights = torch.cos(torch.arange(t.numel(), dtype=torch.float64, device=t.device))
+        marks.append(Mark(tuple(tensor.shape), t.sum().item(), (t @ weights).item(), t.abs().sum().item()))
+    return marks
 
 
 def alike(one: Sequence[Mark], two: Sequence[Mark], tolerance: float) -> bool:

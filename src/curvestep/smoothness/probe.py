@@ -356,8 +356,8 @@ class SmoothnessProbe:
             self.trace = self._new_trace(path, "new")  # the old one would keep its own row of a step
             if path is not None:  # of the rank that writes
                 words = (
-                    f"{path} holds another run. This run writes to {self.trace.path}. To resume that run, call "
-                    "`probe.load_state_dict(state)` first."
+                    f"{path} holds another run. This run writes to {self.trace.path}. To resume that run, "
+                    "call `probe.load_state_dict(state)` first."
                 )
                 print(words, file=sys.stderr)
         return self.due

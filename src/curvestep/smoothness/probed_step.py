@@ -120,7 +120,9 @@ class ProbedStep:
         self._check_parameters()
         self._take_passes()
         self._loss = TrainingLoss(self.record.passes, setup.parameters, setup.backward)
-        self.row |= self._recorded_loss(self._loss)
+        losses = [part.loss for part in self.record.passes]
+        if setup.oracle is None and not any(loss is None for loss in losses):
+            self.row |= {"loss": _mean(self._loss.mean(losses), setup.model)}
         raw = self._raw_gradient(self._loss, clipped=clipped)
         raw_norm = global_norm(raw).item()
         self._test_replays(raw, clipped=clipped)
@@ -247,12 +249,6 @@ class ProbedStep:
         record.state = record.passes[0].state
         if record.passes[0].calls.calls:
             record.trained = sum((part.calls for part in record.passes), ForwardCalls())
-
-    def _recorded_loss(self, loss: TrainingLoss) -> Row:
-        losses = [part.loss for part in self.record.passes]
-        if self.setup.oracle is not None or any(value is None for value in losses):
-            return {}
-        return {"loss": _mean(loss.mean(losses), self.setup.model)}
 
     def _raw_gradient(self, loss: TrainingLoss, *, clipped: bool) -> Gradients:
         """The gradient that training computed, before any clipping: from ``.grad``, or by a replay."""

@@ -286,10 +286,8 @@ class Replay:
             passed = fraction
             yield fraction
 
-    def hessian_product(
-        self, direction: Gradients, *, origin: Sequence[Tensor] | None = None
-    ) -> list[Tensor | None]:
-        r""":math:`\nabla^2 f(x)\,d` by differentiating twice, at ``origin`` or where the parameters are.
+    def hessian_product(self, direction: Gradients, *, origin: Sequence[Tensor]) -> list[Tensor | None]:
+        r""":math:`\nabla^2 f(x)\,d` at the ``origin`` :math:`x`, by differentiating twice.
 
         Not every kernel has a second derivative (fused attention, cuDNN's LSTM): torch then raises a
         RuntimeError, and so do ranks. Central differences of :meth:`gradient_at` do without.
@@ -298,8 +296,7 @@ class Replay:
             raise RuntimeError("Hessian products by autograd do not sum over ranks. Use central differences.")
         if self._runs_backward:
             raise RuntimeError("The closure runs backward() itself. Use central differences.")
-        if origin is not None:
-            self.move([None] * len(origin), 0.0, origin=origin)
+        self.move([None] * len(origin), 0.0, origin=origin)
         self._prepare()
         loss = self._run()
         gradients = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
