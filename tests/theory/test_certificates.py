@@ -158,6 +158,20 @@ def test_many_starts_are_certified_together():
     assert certificate.measured == max(singles)
 
 
+def test_noise_is_drawn_for_every_run():
+    shapes = set()
+
+    class Seen(BoundedNoise):
+        def draw(self, rng, batch, problem):
+            shapes.add(batch[1:])
+            return super().draw(rng, batch, problem)
+
+    valley = SlowValley(0.1)
+    guarantee = theorem8(**CLASS, M=1.0, tau=0.1)
+    certify(valley, guarantee, 2.0, noise=Seen(0.1), num_runs=7, max_steps=10)
+    assert shapes == {(7,)}
+
+
 CLASS = {"L0": 1.0, "L1": 5.0, "gap": 12.0, "eps": 0.1}
 
 
@@ -167,6 +181,7 @@ CLASS = {"L0": 1.0, "L1": 5.0, "gap": 12.0, "eps": 0.1}
         (lambda: certify(Quartic(), theorem4(**CLASS, M=50.0), 1.0), "certify_lower_bound"),
         (lambda: certify(Quartic(), theorem7(**CLASS, tau=0.1), [0.5, 0.6]), "`x0` must be one start"),
         (lambda: certify_lower_bound(theorem3(**CLASS)), "what `theorem4` returns"),
+        (lambda: certify_lower_bound(theorem6(**CLASS, M=2.0)), "what `theorem4` returns"),
         (lambda: certify_lower_bound(remark5(**CLASS, M=2.0)), "what `theorem4` returns"),
         (lambda: certify(Quartic(), theorem3(**CLASS), math.nan), "`x0` must be finite"),
         (

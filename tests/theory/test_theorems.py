@@ -163,6 +163,7 @@ def test_normalized_descent_is_biased_by_skewed_noise_where_clipping_is_not():
 
 def test_normalized_gd_sharp_is_the_smooth_clip():
     numbers = dict(L0=1.3, L1=2.0, gap=1.0, eps=0.1)
+    assert normalized_gd(**numbers, version="sharp").bound == pytest.approx(2 * 1.3 / 0.01 + 3 * 2 / 0.1)
     g = np.logspace(-3, 3, 50)
     np.testing.assert_allclose(
         normalized_gd(**numbers, version="sharp").rule(g),

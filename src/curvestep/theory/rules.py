@@ -22,8 +22,6 @@ from curvestep.steps import (
 )
 from curvestep.theory.problems.base import Array
 
-Stepper = Callable[[Array], Array]
-
 
 @step_rule
 def logarithmic_step(grad_norm: Any, *, L0: Parameter, L1: Parameter) -> Any:
@@ -71,7 +69,7 @@ class StepRule:
         h = type(self).function(np.atleast_1d(np.asarray(grad_norm, dtype=np.float64)), **self.parameters)
         return h.reshape(np.shape(grad_norm))[()]
 
-    def stepper(self, shape: tuple[int, ...]) -> Stepper:
+    def stepper(self, shape: tuple[int, ...]) -> Callable[[Array], Array]:
         """The same for gradient norms of one shape, unchecked, for loops of millions of iterations."""
         formula: Any = type(self).function.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
         # Arithmetic between equal shapes is numpy's fastest; the largest float stands for infinity.

@@ -337,3 +337,12 @@ def test_a_prediction_without_a_bound_is_said_in_words(tmp_path):
     results = results_with(tmp_path, plan, lambda setting, seed: 2.0, noise=0.0)
     found = judges.about_three_times(at_scale(results, "longer"))
     assert found.numbers["predicted as printed"].startswith("no number, because the fitted L0 is 0")
+
+
+def test_the_theorems_predict_the_square_root_of_what_is_printed(tmp_path):
+    plan = planned("fig2", "lm-lr2", BY_HAND, seeds=THREE[:1])
+    results = at_scale(results_with(tmp_path, plan, lambda setting, seed: 0.5), "longer")
+    numbers = judges.about_three_times(results).numbers
+    printed, corrected = (float(numbers[name].removesuffix(" (one seed)")) for name in list(numbers)[1:])
+    assert corrected == pytest.approx(math.sqrt(printed), rel=0.01)
+    assert printed > 1.05

@@ -3,14 +3,11 @@
 import json
 import math
 from dataclasses import asdict, replace
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
-from curvestep.display.drawing import save
 from curvestep.lab.paper.fig7_synthetic import (
-    FIG7,
     FOLDER,
     RULES,
     SyntheticConfig,
@@ -21,6 +18,7 @@ from curvestep.lab.paper.fig7_synthetic import (
     run_synthetic,
     summarize,
 )
+from curvestep.lab.paper.reproduction import reproduce
 
 # The whole experiment but for M up to 40 instead of 2000.
 SHORT = SyntheticConfig(num_decades=1.3, num_M=5)
@@ -126,8 +124,9 @@ def test_figures_are_drawn_from_the_folder_alone(folder, tmp_path):
     (tmp_path / FOLDER).mkdir()
     for name in ("config.json", "numbers.npz"):
         (tmp_path / FOLDER / name).write_bytes((folder / name).read_bytes())
-    results = SimpleNamespace(folder=tmp_path)
-    svgs = [save(picture.draw(results, "x⁴"), tmp_path / picture.name)[1] for picture in (FIG7, *FIG7.beside)]
+    result = reproduce(tmp_path, figures=["fig7"], progress=False, offline=True)
+    assert result.figures == {"fig7": tmp_path / "figures" / "fig7.png"}
+    svgs = sorted((tmp_path / "figures").glob("*.svg"))
     assert [svg.name for svg in svgs] == ["fig7.svg", "fig7_growth.svg"]
     text = svgs[0].read_text()
     assert "(f) clipped GD, |f′(x)| = 4|x|³" in text

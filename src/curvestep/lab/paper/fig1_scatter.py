@@ -43,7 +43,7 @@ def scatter_chart(runs: Sequence[Run], *, log: bool = True) -> Chart:
     steps, norms, smoothness = map(np.concatenate, zip(*map(measured, runs), strict=True))
     axes = Axis(GRADIENT, log=log), Axis(SMOOTHNESS, log=log)
     if len(steps) == 0:
-        return Chart("scatter", legend.setting_words(runs[0]), *axes, words="nothing was measured")
+        return Chart("scatter", legend.setting_words(runs[0]), *axes, (), words="nothing was measured")
     if not log:
         ends = [(0.0, ROOM * float(values.max())) for values in (norms, smoothness)]
         axes = Axis(GRADIENT, range=ends[0]), Axis(SMOOTHNESS, range=ends[1])

@@ -43,7 +43,7 @@ from curvestep.lab.progress import Progress, duration
 from curvestep.lab.recipes import SCALES
 from curvestep.lab.report.page import write_page
 from curvestep.lab.run.auto import run_calibrated
-from curvestep.lab.run.folder import Run, RunResult, has_ended, last_step, read_json, write_json
+from curvestep.lab.run.folder import Run, has_ended, last_step, read_json, write_json
 from curvestep.lab.run.loop import train
 from curvestep.lab.tasks import load_data
 
@@ -270,15 +270,14 @@ def run_all(
     """Make every run that has not ended; the failures, a line each."""
     jobs = []
     for run in plan.runs:
-        function, measured = _TRAINED_BY[run.calibrated]
-        if not has_ended(runs / run.path, run.recipe, apart_from=measured):
+        function, measured, folder = train, (), runs / run.path
+        if run.calibrated:
+            function, measured = run_calibrated, ("lr", "max_norm")
+        if not has_ended(folder, run.recipe, apart_from=measured):
             # The data are in the cache now, or not available: no process need ask the network again.
-            arguments = {"recipe": run.recipe, "resume": True, "progress": False, "offline": True}
-            folder, steps = runs / run.path, steps_of(run.recipe)
-            arguments["folder"] = folder
-            jobs.append(
-                Job(name=run.name, folder=folder, function=function, arguments=arguments, total=steps)
-            )
+            how = {"recipe": run.recipe, "folder": folder, "resume": True, "progress": False, "offline": True}
+            steps = steps_of(run.recipe)
+            jobs.append(Job(name=run.name, folder=folder, function=function, arguments=how, total=steps))
     total, done = sum(run.cost for run in plan.runs), _done(plan.runs, jobs)
     folders, failures = {job.name: job.folder for job in jobs}, []
     visible = progress and bool(jobs)
@@ -293,13 +292,6 @@ def run_all(
             time_left = shown.time_left(_done(plan.runs, jobs))
             shown.print(f"[{count}/{len(plan.runs)}] {outcome.name}: {said} ({time_left} left)")
     return failures
-
-
-# The function that makes a run, and the fields that it measures before training, where it is calibrated.
-_TRAINED_BY: dict[bool, tuple[Callable[..., RunResult], tuple[str, ...]]] = {
-    False: (train, ()),
-    True: (run_calibrated, ("lr", "max_norm")),
-}
 
 
 def watch_runs(runs: Sequence[Planned], jobs: Sequence[Job], shown: Progress) -> Callable[[], None]:

@@ -95,7 +95,7 @@ class Problem(ABC):
 
 
 class ScalarProblem(Problem):
-    """A function of one real variable; its curvature f'' gives the Hessian norm and product."""
+    """A function of one real variable; its curvature f'' gives the Hessian norm."""
 
     @abstractmethod
     def curvature(self, x: Array) -> Array:

@@ -38,7 +38,6 @@ class Polynomial(ScalarProblem):
                 f"`coefficients` must end in a leading coefficient that is not zero, got {coefficients!r}. "
                 "Drop the trailing zeros."
             )
-        self.coefficients = tuple(a.tolist())
         self.degree = a.size - 1
         self._f = Series(a)
         self._df, self._d2f, self._d3f = map(self._f.deriv, (1, 2, 3))

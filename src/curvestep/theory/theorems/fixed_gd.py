@@ -148,7 +148,6 @@ def theorem4(
     numbers = check_numbers("L1", "M", "gap", L0=L0, L1=L1, M=M, gap=gap, eps=eps)
     check_version(version)
     growth, height = L1 * M / L0, wall_height(M, L0=L0, L1=L1)
-    steepest = Assumption("a fixed step size")
     tall = Assumption(f"gap ≥ ψ(M) = {height:.6g}", gap >= height * (1 - 1e-12))
     if version == "printed":
         bound = L1 * M * (gap - 5 * eps / 8) / (8 * eps**2 * (math.log(M) + 1)) if M > 1 else -math.inf
@@ -171,7 +170,7 @@ def theorem4(
         version=version,
         bound=bound,
         rule=None,
-        assumptions=(steepest, *require(*needs)),
+        assumptions=(Assumption("a fixed step size"), *require(*needs)),
         **numbers,
     )
 

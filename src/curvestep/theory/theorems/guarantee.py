@@ -13,7 +13,6 @@ from curvestep.theory.problems.base import Array
 from curvestep.theory.rules import StepRule
 
 TOLERANCE = 1e-9  # relative error that certificates forgive
-VERSIONS = ("printed", "corrected", "sharp")
 
 
 class AssumptionError(ValueError):
@@ -63,7 +62,7 @@ class Guarantee:
         )
 
 
-def check_version(version: str, versions: tuple[str, ...] = VERSIONS) -> str:
+def check_version(version: str, versions: tuple[str, ...] = ("printed", "corrected", "sharp")) -> str:
     """``version`` if the theorem has it."""
     return check_choice("version", version, versions)
 

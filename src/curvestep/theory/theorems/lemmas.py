@@ -84,12 +84,6 @@ class NoisyStep:
         tau: :math:`\tau > 0`.
         lr: :math:`\eta \le \min\{1/(20L_0), 1/(128L_1\tau)\}`. This and the other constants are one number
             each, or one for each law.
-
-    Example:
-        >>> step = NoisyStep(gradient=np.array([1.0]), noise=np.array([[-0.1], [0.1]]),
-        ...                  probabilities=np.array([0.5, 0.5]), L0=1.0, L1=1.0, tau=0.1, lr=0.05)
-        >>> all(bool(lemma(step).holds) for lemma in (lemma11, lemma12, lemma13))
-        True
     """
 
     gradient: Array

@@ -57,12 +57,8 @@ ABOUT_THREE = 3.0  # the paper's ratio of gradient norms
 SAME = 0.05  # share of the way down by which two final losses may differ and count as the same
 MATCHES = 2.0  # points of accuracy that count as the same
 OTHER_MODEL = Finding(verdict=NOT_TESTED, sentence="The laptop's LSTM is not the paper's two-layer model.")
+# Scales whose runs have the model, data and length of the paper.
 AWD_LSTM, PAPER_ONLY, TWO_LAYER = ("epoch", "paper"), ("paper",), ("longer", "paper")
-
-
-def at_size(results: Results, scales: Sequence[str]) -> bool:
-    """Whether the runs have the model, data and length of the paper."""
-    return results.plan.scale in scales
 
 
 def follows(results: Results, *, setting: str, scales: Sequence[str], past: float = 0.0) -> Finding:
@@ -70,7 +66,7 @@ def follows(results: Results, *, setting: str, scales: Sequence[str], past: floa
     runs = results.all_finished(setting)
     found = spread(runs, partial(correlation, past=past))
     return Finding(
-        verdict=decide(found, found.less(FOLLOWS), at_size=at_size(results, scales)),
+        verdict=decide(found, found.less(FOLLOWS), at_size=results.plan.scale in scales),
         sentence=f"The correlation of logs is {found.mean:.2f} with {runs[0].recipe.label}.",
         numbers=_numbers_of(runs) | {"correlation of logs": str(found), "follows from": f"{FOLLOWS:g}"},
     )
@@ -82,7 +78,7 @@ def much_weaker(results: Results, *, large: str, small: str, scales: Sequence[st
     one, other = spreads((strong, weak), correlation)
     gain = one - other
     return Finding(
-        verdict=decide(gain, one.times(MUCH) - other, at_size=at_size(results, scales)),
+        verdict=decide(gain, one.times(MUCH) - other, at_size=results.plan.scale in scales),
         sentence=f"The correlation of logs is {other.mean:.2f}, and {one.mean:.2f} at lr "
         f"{strong[0].recipe.lr:g} with clipping.",
         numbers=_numbers_of(weak) | {"correlation of logs": str(other), "difference": str(gain)},
@@ -95,7 +91,7 @@ def no_correlation(results: Results, *, setting: str, scales: Sequence[str]) -> 
     found = spread(runs, correlation)
     room = spread(runs, lambda run: ABSENT - abs(correlation(run)))
     return Finding(
-        verdict=decide(room, at_size=at_size(results, scales)),
+        verdict=decide(room, at_size=results.plan.scale in scales),
         sentence=f"The correlation of logs is {found.mean:.2f} with {runs[0].recipe.label}.",
         numbers=_numbers_of(runs) | {"correlation of logs": str(found), "none up to": f"{ABSENT:g}"},
     )
@@ -107,7 +103,7 @@ def varies(results: Results) -> Finding:
     found = log_spread(runs, variation)
     margins = [found.less(math.log(factor)) for factor in (VARIES, VARIES_GREATLY)]
     return Finding(
-        verdict=decide(*margins, at_size=at_size(results, AWD_LSTM)),
+        verdict=decide(*margins, at_size=results.plan.scale in AWD_LSTM),
         sentence=f"Nine tenths of the rows span a factor of {math.exp(found.mean):.1f}.",
         numbers={"logarithm of the factor": str(found)},
     )
@@ -120,7 +116,7 @@ def explanation(results: Results) -> Finding:
     widths = spreads(pair, variation, log_spread)
     level, width = clipped - plain, widths[0] - widths[1]
     return Finding(
-        verdict=decide(level, width, at_size=at_size(results, AWD_LSTM)),
+        verdict=decide(level, width, at_size=results.plan.scale in AWD_LSTM),
         sentence=f"Median smoothness is {math.exp(clipped.mean):.2g} with clipping at the large lr, "
         f"{math.exp(plain.mean):.2g} without at the small one.",
         numbers={"logarithm of the ratio of medians": str(level), "of the ratio of variations": str(width)},
@@ -133,7 +129,7 @@ def at_most_linear(results: Results) -> Finding:
     found = spread(runs, exponent)
     margins = [found.less(limit).times(-1) for limit in (STEEPER, LINEAR)]
     return Finding(
-        verdict=decide(*margins, at_size=at_size(results, AWD_LSTM)),
+        verdict=decide(*margins, at_size=results.plan.scale in AWD_LSTM),
         sentence=f"Along the run smoothness grows as the gradient norm to the power {found.mean:.2f}.",
         numbers={"exponent": str(found), "counts as linear up to": f"{LINEAR:g}"},
     )
@@ -161,7 +157,7 @@ def accelerates(results: Results) -> Finding:
     plain, clipped = _tuned(results, final_loss)
     factor = Spread(values=_log_speed_ups(results, plain, clipped))
     return Finding(
-        verdict=decide(factor, at_size=at_size(results, PAPER_ONLY)),
+        verdict=decide(factor, at_size=results.plan.scale in PAPER_ONLY),
         sentence=f"Tuned, clipping needs {math.exp(factor.mean):.1f} times fewer steps to the same loss.",
         numbers={
             "best without clipping": results.label(plain),
@@ -182,7 +178,7 @@ def best_validation(results: Results) -> Finding:
     before, after = spreads(results.paired(plain, clipped), validation_loss)
     gain = before - after
     return Finding(
-        verdict=decide(gain, at_size=at_size(results, PAPER_ONLY)),
+        verdict=decide(gain, at_size=results.plan.scale in PAPER_ONLY),
         sentence=f"Tuned, validation loss is {after.mean:.2f} with clipping, {before.mean:.2f} without.",
         numbers={"with": results.label(clipped), "without": results.label(plain), "difference": str(gain)},
     )
@@ -206,7 +202,7 @@ def language_more(results: Results) -> Finding:
     gain = Spread(values=tuple(map(operator.sub, language, images)))  # as many seeds as both have
     means = [math.exp(Spread(values=logs).mean) for logs in (language, images)]
     return Finding(
-        verdict=decide(gain, at_size=at_size(results, PAPER_ONLY)),
+        verdict=decide(gain, at_size=results.plan.scale in PAPER_ONLY),
         sentence=f"Clipping speeds up the language model {means[0]:.1f} times, images {means[1]:.1f} times.",
         numbers={"logarithm of the ratio": str(gain)},
     )
@@ -236,7 +232,7 @@ def reaches_95(results: Results) -> Finding:
 
 def _only_at_size(results: Results, margin: Spread, sentence: str) -> Finding:
     """A finding about whole runs: at a smaller scale it is not tested."""
-    if not at_size(results, PAPER_ONLY):
+    if results.plan.scale not in PAPER_ONLY:
         steps = results.of(legend.MOMENTUM)[0].status["step"]
         return Finding(verdict=NOT_TESTED, sentence=f"Not run for 200 epochs; these runs have {steps} steps.")
     return Finding(verdict=decide(margin, at_size=True), sentence=sentence, numbers={"margin": str(margin)})
@@ -249,7 +245,7 @@ def accurate_share(results: Results, *, quantity: int, name: str) -> Finding:
     middle, most = found.errors
     margins = [Spread(values=(ACCURATE - error,) * 2) for error in (middle, most)]  # one run: no interval
     return Finding(
-        verdict=decide(*margins, at_size=at_size(results, AWD_LSTM)),
+        verdict=decide(*margins, at_size=results.plan.scale in AWD_LSTM),
         sentence=f"The median error of the {name} is {100 * middle:.1f} %; nine of ten are below "
         f"{100 * most:.1f} %.",
         numbers={
@@ -267,7 +263,7 @@ def gradients_stay(results: Results) -> Finding:
     runs = results.all_finished(two_layer_settings(results.plan.scale)[0])
     kept = log_spread(runs, late_over_early)
     falls = spread(runs, lambda run: float(run.column("loss")[1][0]) - final_loss(run))
-    if not at_size(results, TWO_LAYER):
+    if results.plan.scale not in TWO_LAYER:
         return OTHER_MODEL
     return Finding(
         verdict=decide(falls, kept.less(math.log(STAYS)), at_size=True),
@@ -279,7 +275,7 @@ def gradients_stay(results: Results) -> Finding:
 
 def about_three_times(results: Results) -> Finding:
     """Gradient norms of GD over those of clipped GD."""
-    if not at_size(results, TWO_LAYER):
+    if results.plan.scale not in TWO_LAYER:
         return OTHER_MODEL
     pair = results.paired(*two_layer_settings(results.plan.scale))
     printed, ratios = zip(*map(compare, *pair), strict=True)
