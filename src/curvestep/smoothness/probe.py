@@ -218,12 +218,13 @@ class SmoothnessProbe:
         self,
         optimizer: Optimizer | None = None,
         *,
+        clipped: bool = False,
         batch_size: int | None = None,
         halves: tuple[Closure, Closure] | None = None,
     ) -> None:
         """Measure before the optimizer's step, if this step is due; ``optimizer`` has begun its own already.
 
-        Then the gradient may have been clipped or scaled since the backward pass, and is computed again.
+        A gradient that may have been ``clipped`` or scaled since the backward pass is computed again.
         """
         if not self._measures():
             return
@@ -231,7 +232,7 @@ class SmoothnessProbe:
         step.row = {"step": self.step, "batch_size": batch_size}
         self._check_mode()
         try:
-            self._attempt(partial(step.measure_start, clipped=optimizer is not None))
+            self._attempt(partial(step.measure_start, clipped=clipped))
             if halves is not None:
                 self._attempt(partial(step.measure_noise, halves))
         except BaseException:
@@ -337,13 +338,13 @@ class SmoothnessProbe:
         self._check_others()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not self.due or not callable(closure):
-            self._begin(optimizer)
+            self._begin(optimizer, clipped=True)
             return None
 
         def first_closure() -> object:
             loss = closure()
             if self._current.optimizers is None:
-                self._begin(optimizer)
+                self._begin(optimizer, clipped=True)
             return loss
 
         return (args[0],), {**kwargs, "closure": first_closure}
