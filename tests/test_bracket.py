@@ -3,6 +3,7 @@
 import math
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
 from curvestep.bracket import (
@@ -13,8 +14,8 @@ from curvestep.bracket import (
     Point,
     crossing,
     find_bracket,
-    highest_loss,
     largest_step,
+    step_along_gradient,
 )
 
 
@@ -104,6 +105,18 @@ def test_crossing_of_the_loss(low, high, step):
     assert math.isclose(crossing(Point(1.0, *low), Point(2.0, *high)), step)
 
 
-def test_loss_that_rounding_cannot_tell_from_its_limit_keeps_it():
-    assert highest_loss(-2.0, 1.0, eps=0.0) == pytest.approx(-2.1)
-    assert highest_loss(-2.0, 1.0, eps=0.01) == pytest.approx(-2.1 + 0.08)
+@pytest.mark.parametrize(("above", "works"), [(0.05, True), (0.08, False)])
+def test_loss_that_rounding_cannot_tell_from_its_limit_keeps_it(above, works):
+    parameters = [torch.ones(1, dtype=torch.bfloat16)]  # precise to 1/128: 0.0625 at a loss of -2, four times
+
+    def gradient_at(direction, fraction):
+        if fraction == 0:
+            return -2.0, [torch.ones(1)]
+        fall = -0.1 * fraction  # a tenth of what the slope promises
+        return -2.0 - fall + (above if fraction >= -1.0 else 1.0), [torch.ones(1)]
+
+    if works:
+        assert step_along_gradient(gradient_at, parameters, [1.0])[0] == pytest.approx(1.0, rel=0.2)
+    else:
+        with pytest.raises(ValueError, match="No step works"):
+            step_along_gradient(gradient_at, parameters, [1.0])

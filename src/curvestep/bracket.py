@@ -45,18 +45,6 @@ class Point:
         return self.kappa <= 1.0 and self.loss <= self.limit and math.isfinite(self.loss)
 
 
-def highest_loss(loss: float, promise: float, *, eps: float) -> float:
-    """The largest loss after a working step: below the first by a tenth of what the slope promises.
-
-    A loss that cannot be told from the limit, at the relative precision ``eps``, keeps it.
-
-    Example:
-        >>> highest_loss(2.0, 1.0, eps=0.0)
-        1.9
-    """
-    return loss + 4 * eps * abs(loss) - LEAST_FALL * promise
-
-
 def step_along_gradient(
     gradient_at: Callable[[Gradients, float], tuple[float, Gradients]],
     parameters: Sequence[Tensor],
@@ -84,7 +72,9 @@ def step_along_gradient(
         there, gradients = gradient_at(direction, -step)
         changes = difference(gradients, here, overwrite=True)
         kappa = math.sqrt(dot(changes, weighted(changes)) / slope)
-        return Point(step, kappa, there, limit=highest_loss(loss, step * slope, eps=eps))
+        # A tenth of what the slope promises below the first loss, where rounding can tell the two apart.
+        limit = loss + 4 * eps * abs(loss) - LEAST_FALL * (step * slope)
+        return Point(step, kappa, there, limit)
 
     eps = precision(parameters)
     loss, here = gradient_at([None] * len(shares), 0.0)
