@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -296,7 +297,8 @@ class ProbedStep:
         return part
 
     def _spikes_part(self, steps: StepObserver) -> Row:
-        logs = [optimizer.spikes() for optimizer in steps.optimizers if hasattr(optimizer, "spikes")]
+        optimizers: list[Any] = steps.optimizers
+        logs = [optimizer.spikes() for optimizer in optimizers if hasattr(optimizer, "spikes")]
         if not logs:
             return {}
         before, self.setup.spikes = self.setup.spikes, list(itertools.chain.from_iterable(logs))
