@@ -19,6 +19,7 @@ from curvestep.lab.paper.fig7_synthetic import (
     summarize,
 )
 from curvestep.lab.paper.reproduction import reproduce
+from curvestep.theory import FixedStep, Quartic, descend
 
 # The whole experiment but for M up to 40 instead of 2000.
 SHORT = SyntheticConfig(num_decades=1.3, num_M=5)
@@ -57,6 +58,8 @@ def test_many_starts_give_a_median_ratio_near_the_papers_and_a_wide_range(result
     assert (np.abs(numbers["starts"] - 30) <= 0.5).all()
     ratios = np.nanmin(numbers["gd_jittered_final"], 0) / np.nanmin(numbers["clipped_jittered_final"], 0)
     assert np.median(ratios) == result.jittered_ratio
+    alone = descend(Quartic(), FixedStep(lr=numbers["gd_lrs"]), numbers["starts"][7], SHORT.num_steps)
+    np.testing.assert_array_equal(alone.grad_norms[-1], numbers["gd_jittered_final"][:, 7])
 
 
 # Row 30.
