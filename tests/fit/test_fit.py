@@ -104,6 +104,13 @@ def test_ninety_percent_intervals_cover_the_truth_in_85_to_95_of_100(phi):
     assert 170 <= covered["L1"] <= 190
 
 
+def test_blocks_are_as_long_as_ranks_ask_for_where_outliers_hide_how_steps_resemble():
+    rng = np.random.default_rng(0)
+    x, y = (autoregression(rng, 400, 0.95) for _ in range(2))
+    x += np.where(rng.random(400) < 0.05, 60 * rng.standard_normal(400), 0.0)
+    assert correlations_of(np.exp(x), np.exp(y), level=0.9, resamples=20, rng=rng).block_length > 15
+
+
 def test_block_length_grows_with_autocorrelation():
     rng = np.random.default_rng(0)
     lengths = [
@@ -355,6 +362,11 @@ def test_estimates_that_had_not_converged_are_left_out_and_counted(kind):
     fit = fit_smoothness(trace, estimator=f"{kind}_smoothness", control=False)
     assert (fit.num_points, fit.num_skipped) == (40, 20)
     assert said(fit)["unconverged"].startswith("20 of 60")
+    troubled = Trace()
+    for row in trace:
+        troubled.append({**row, "status": "ok" if row["step"] >= 6 else "failed"})
+    fit = fit_smoothness(troubled, estimator=f"{kind}_smoothness", control=False)
+    assert said(fit)["unconverged"].startswith("18 of 54")
     assert not warned(trace, "unconverged")
     trace = make_trace(g, ell, **columns | {f"{kind}_converged": 0})
     with pytest.raises(ValueError, match="60 whose estimate had not converged"):

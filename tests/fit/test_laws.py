@@ -72,6 +72,8 @@ def test_fit_takes_a_law_and_refuses_what_it_cannot_fit():
     assert fit_smoothness(bare, control=False, law="best").laws.doubt.kind == "no-losses"
     with pytest.raises(ValueError, match="Record losses"):
         fit_smoothness(bare, control=False, law="loss")
+    one_missing = make_trace(g, ell, loss=np.where(np.arange(len(g)) == 7, math.nan, loss))
+    assert fit_smoothness(one_missing, control=False, law="best").laws.doubt.kind == "no-losses"
     with pytest.raises(ValueError, match="least loss that can be reached"):
         fit_smoothness(trace, control=False, law="loss", loss_floor=100.0)
     with pytest.raises(ValueError, match="`law`"):

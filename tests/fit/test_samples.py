@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from curvestep.fit.samples import (
+    History,
     best_setting,
     clipped_share,
     evenly_spaced,
@@ -11,6 +12,7 @@ from curvestep.fit.samples import (
     typical,
     usable_samples,
 )
+from curvestep.smoothness import NONFINITE
 from curvestep.smoothness.trace import Trace
 from curvestep.steps import clip_norms
 from tests.fit.traces import make_trace
@@ -83,6 +85,17 @@ def test_rows_appended_after_the_fit_do_not_change_its_samples():
     trace.append({"step": 99, "grad_norm": 1.0, "smoothness": 1.0, "loss": math.nan})
     assert len(samples.history.loss) == 40
     assert samples.history.ends_finite
+
+
+@pytest.mark.parametrize(
+    "last", [{"loss": math.nan}, {"loss": 1.0, "status": NONFINITE}], ids=["loss", "status"]
+)
+def test_a_run_that_ends_not_finite_is_known(last):
+    trace = make_trace(np.arange(1.0, 41.0), np.ones(40), loss=1.0)
+    assert History.of(trace).ends_finite
+    trace.append({"step": 99, "grad_norm": 1.0, **last})
+    assert not History.of(trace).ends_finite
+    assert not History.of(Trace()).ends_finite
 
 
 @pytest.mark.parametrize("num", [0, 1, 7, 8, 9, 100])

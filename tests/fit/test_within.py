@@ -351,6 +351,7 @@ def test_steps_that_are_all_alike_are_told():
         ({"grad_norms": np.ones((60, 3))}, r"must have the shape \(60, 4\), .* and \(60, 3\)"),
         ({"fractions": (0.5, 0.75, 1.0)}, r"must have the shape \(60, 3\), steps by fractions"),
         ({"fractions": (1.0, 0.5, 0.2, 0.1)}, "`fractions` must be positive and rise"),
+        ({"fractions": (0.0, 0.2, 0.5, 1.0)}, "`fractions` must be positive and rise"),
     ],
 )
 def test_arguments_that_do_not_fit_are_refused(change, words):
