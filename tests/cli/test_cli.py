@@ -74,6 +74,8 @@ def test_help_fits_a_terminal_with_an_example_and_a_default_for_every_option(cap
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80
     assert f"Example: curvestep {command}" in out
+    words = COMMANDS[command.split()[0]].words
+    assert f"\n{words[0].upper()}{words[1:]}.\n" in out
     options = re.split(r"\n *(?=--[a-z])", out)[1:]
     assert options
     for option in options:
@@ -90,6 +92,7 @@ def test_every_field_of_every_recipe_is_an_option_with_words(capsys):
         for name in recipe.__dataclass_fields__.keys() - set(NOT_OPTIONS):
             assert re.search(rf"^  --{name.replace('_', '-')}\b", out, re.MULTILINE), name
             assert help_texts(type(recipe))[name]
+        assert "(default: True)" not in out  # as it would be typed
 
 
 WRONG = {
@@ -108,6 +111,7 @@ WRONG = {
     "train my.py": "my.py is a script, and curvestep train serves built-in recipes: ptb-lstm",
     "calibrate ./my.py": "In your script call curvestep.calibrate or curvestep.SmoothnessProbe",
     "train ptb-lstm --fractions 2": "`fractions` must be numbers in (0, 1], got (2.0,)",
+    "train ptb-lstm --fractions": "`fractions` must be numbers in (0, 1], got none",
     "train ptb-lstm --model resnet20": "--model: needs one of lstm, awd-lstm, got 'resnet20'",
     "train ptb-lstm more": "unexpected argument: more",
     "sweep ptb-lstm --lr 1 x": "--lr: needs a number, got 'x'",
@@ -125,7 +129,7 @@ WRONG = {
     "advise": "name a trace file or a run folder",
     "fit": "name a trace file or a run folder",
     "data fetch": "curvestep data get ptb cifar10",
-    "data get mnist": "needs one of ptb, cifar10, got 'mnist'",
+    "data get mnist": "needs one of ptb, cifar10, got 'mnist'. See curvestep data get --help",
     "reproduce fig9": "needs one of fig1, fig2",
 }
 
@@ -309,6 +313,13 @@ def test_data_get_says_where_the_data_are(capsys):
     code, out, _ = run(capsys, "data", "get", "ptb", "--offline")
     assert code == 0
     assert out.startswith("ptb: ")
+
+
+def test_a_run_without_a_folder_is_named_after_its_setting(capsys, text, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    code, _, err = run(capsys, "train", *small(text, "--lr", "0.5", "--steps", "1"))
+    assert (code, err) == (0, "")
+    assert Run.load("runs/ptb-lstm-lr0.5-clip0.25").recipe.lr == 0.5
 
 
 @pytest.mark.slow

@@ -4,6 +4,7 @@ import math
 import pytest
 from hypothesis import given, strategies as st
 
+from curvestep.lab.cost import cost_of
 from curvestep.lab.recipes import RECIPES, from_dict, get_recipe, to_dict, with_fields
 from curvestep.lab.tasks import seed_of
 
@@ -121,3 +122,13 @@ def test_a_recipe_says_its_model_and_what_its_data_were_cut_to():
     images = get_recipe("cifar-resnet20", pooling=2, num_images=80)
     assert images.model_words == "ResNet20, 80 images, 16 pixels a side"
     assert (cut.data, images.data) == ("ptb", "cifar10-subset")
+
+
+def test_the_cost_counts_rows_from_the_first_measured_step():
+    fields = {"steps": 100, "probe_every": 10, "lr": 1.0}
+    never, late, always = (
+        cost_of(get_recipe("cifar-resnet20", **{**fields, **changed}))
+        for changed in ({"probe_every": 0}, {"probe_from": 50}, {})
+    )
+    assert never < late < always
+    assert late - never == pytest.approx((always - never) / 2)

@@ -283,6 +283,8 @@ def test_progress_without_a_terminal_is_plain_lines(tmp_path, capsys):
     assert line.startswith("ptb-lstm lr 1, clip 0.25: 20/20 loss ")
     for word in ("perplexity", "grad norm", "clipped percent"):
         assert word in line
+    train(small_language(tmp_path), tmp_path / "silent", progress=False)
+    assert capsys.readouterr().out == ""
 
 
 def rows_of(folder):

@@ -2,14 +2,16 @@
 
 import random
 import signal
+from dataclasses import replace
 from unittest import mock
 
 import pytest
 import torch
 
+from curvestep.lab.data.corpus import load_corpus
 from curvestep.lab.run.loop import train
 from curvestep.lab.run.session import load_checkpoint
-from tests.lab.small import assert_same_rows, small_language
+from tests.lab.small import assert_same_rows, interrupt_at, small_language
 from tests.processes import CONTEXT
 
 
@@ -60,3 +62,12 @@ def _assert_identical(one, other):
         assert torch.equal(one, other)
     else:
         assert one == other
+
+
+def test_a_run_is_not_resumed_on_other_data(tmp_path, monkeypatch):
+    recipe = small_language(tmp_path, probe_every=0)
+    interrupt_at(6, recipe, tmp_path / "run")
+    stand_in = replace(load_corpus(recipe.corpus), name="topics")
+    monkeypatch.setattr("curvestep.lab.tasks.load_corpus", lambda *_, **__: stand_in)
+    with pytest.raises(ValueError, match=r"was trained on text\.txt, now there is topics"):
+        train(recipe, tmp_path / "run", resume=True, progress=False)

@@ -193,7 +193,8 @@ def download(url: str, known_hash: str, folder: Path, *, progress: bool) -> Path
                     shown.update(out.tell())
 
     try:
-        return Path(archives.fetch(file, downloader=stream))
+        # Pooch's protocol has other names for the same arguments.
+        return Path(archives.fetch(file, downloader=stream))  # pyright: ignore[reportArgumentType]
     except requests.exceptions.RequestException as error:
         raise Unreachable(f"{url} did not answer ({type(error).__name__}).") from error
     except ValueError as error:  # pooch names file, expected and found
