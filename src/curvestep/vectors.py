@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cache
+from functools import cache, partial
 from itertools import chain, filterfalse
 from operator import attrgetter
 from typing import Any, TypeAlias, overload
@@ -293,8 +293,8 @@ def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
     dtype, none = _DTYPE_OF_NORM.get(tensors[0].dtype), tensors[0].new_empty(0)
     joined = torch.cat([none, *filter(_is_tiny, tensors)])
     others = [*filterfalse(_is_tiny, tensors), joined]
-    matrices = chain(*map(_rows, filter(_is_large, others)))
-    rows = [torch.linalg.vector_norm(matrix, 2, 1, dtype=dtype) for matrix in matrices]
+    norms_of_rows = partial(torch.linalg.vector_norm, ord=2, dim=1, dtype=dtype)
+    rows = map(norms_of_rows, chain(*map(_rows, filter(_is_large, others))))
     norms = [*torch._foreach_norm([*filterfalse(_is_large, others), none], 2, dtype=dtype)]
     norms.append(torch.linalg.vector_norm(torch.cat([none, *rows]).double()))
     return math.hypot(*map(Tensor.item, norms))  # neither overflows nor loses digits
