@@ -231,16 +231,13 @@ class ScaledOptimizer(Optimizer, ABC):
             if not bundles:
                 return loss
             if reads_numbers(bundles):
-                self._step(bundles, loss)
+                norms = self._policy.norms(bundles)
+                step = HostStep(self, self._policy, self._record, bundles, norms, loss)
+                if not step.is_left_out():
+                    self._take(bundles, step)
             else:
                 step_on_device(self, bundles, self._policy, self._record)
         return loss
-
-    def _step(self, bundles: list[Bundle], loss: float | None) -> None:
-        """A step of tensors in the host's memory, where every number is a float."""
-        step = HostStep(self, self._policy, self._record, bundles, self._policy.norms(bundles), loss)
-        if not step.is_left_out():
-            self._take(bundles, step)
 
     def _take(self, bundles: list[Bundle], step: HostStep | DeviceStep) -> None:
         """Clip, update and count: in this order on the host and on a device."""
