@@ -206,7 +206,9 @@ class Losses(L.Callback):
 @pytest.mark.parametrize(("parts", "every"), [(1, 5), (2, 4)])
 def test_rows_hold_the_mean_loss_since_the_row_before(parts, every, tmp_path):
     callback, losses = SmoothnessCallback(every=every, on_error="raise"), Losses()
-    run(tmp_path, [callback, losses], accumulate_grad_batches=parts)
+    _, trainer = run(tmp_path, [callback, losses], accumulate_grad_batches=parts)
+    assert "training_step" not in vars(trainer.strategy)  # put back
+    assert not trainer.optimizers[0]._optimizer_step_post_hooks
     rows = list(callback.probe.trace)
     assert [row["recent_steps"] for row in rows] == [1] + [every] * (len(rows) - 1)
     for row in rows:
@@ -299,6 +301,17 @@ def test_gradient_clip_val_before_our_optimizer_is_noticed_and_measured(tmp_path
         run(tmp_path, [callback], module={"optimizer": "ClippedSGD", "lr": 0.3}, gradient_clip_val=0.1)
     for row in callback.probe.trace:
         assert row["coefficient"] == pytest.approx(0.1 / row["grad_norm"], rel=1e-3)
+
+
+def test_a_training_step_that_pops_from_its_batch_is_measured(tmp_path):
+    class Popping(Module):
+        def training_step(self, batch, batch_idx):
+            y = batch.pop()
+            return F.cross_entropy(self.net(batch.pop()), y)
+
+    callback = SmoothnessCallback(every=4, on_error="raise")
+    run(tmp_path, [callback], kind=Popping)
+    assert [row["status"] for row in callback.probe.trace] == ["ok"] * 3
 
 
 def test_a_failing_probe_never_stops_training(tmp_path):

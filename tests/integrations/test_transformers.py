@@ -276,6 +276,8 @@ def test_rows_and_clip_share_go_to_every_reporting_callback(tmp_path):
     for (_, logs), row in zip(rows, callback.probe.trace, strict=True):
         assert logs["curvestep/grad_norm"] == row["grad_norm"]
         assert 0 < logs["curvestep/clipped_fraction"] <= 1
+        assert logs["curvestep/skipped"] == 0.0  # which only the optimizer knows
+    assert not check_optimizer(trainer.optimizer)._optimizer_step_post_hooks
 
 
 def test_rows_are_not_printed_among_the_logs_of_the_trainer(tmp_path, capsys):
@@ -295,6 +297,19 @@ def test_a_second_run_is_written_beside_the_first(tmp_path):
         trainer.train()
     assert callback.probe.trace.path == tmp_path / "trace-2.jsonl"
     assert [row["step"] for row in callback.probe.trace] == [0, 3, 6]
+
+
+def test_a_loss_that_pops_from_its_inputs_is_measured(tmp_path):
+    class Popping(Trainer):
+        def compute_loss(self, model, inputs, **kwargs):
+            return F.cross_entropy(
+                model(inputs["input_ids"]).logits.flatten(0, 1), inputs.pop("labels").flatten()
+            )
+
+    trainer = trainer_of(tmp_path, kind=Popping)
+    callback = watch(trainer, every=2, on_error="raise")
+    trainer.train()
+    assert [row["status"] for row in callback.probe.trace] == ["ok"] * 4
 
 
 def test_a_failing_probe_never_stops_training(tmp_path):
