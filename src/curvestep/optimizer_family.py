@@ -103,8 +103,7 @@ def check_optimizer(optimizer: Any) -> Optimizer:
 def inner_optimizer(optimizer: Any) -> Any:
     """The optimizer inside the wrappers of frameworks (Accelerate's, Lightning's, Fabric's), or itself."""
     # Only torch's own optimizers call hooks around a step.
-    hooks = "_optimizer_step_pre_hooks"
-    while hasattr(optimizer, "optimizer") and not isinstance(getattr(optimizer, hooks, None), Mapping):
+    while hasattr(optimizer, "optimizer") and not hasattr(optimizer, "_optimizer_step_pre_hooks"):
         optimizer = optimizer.optimizer
     return optimizer
 

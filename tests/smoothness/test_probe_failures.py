@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from curvestep.smoothness.determinism import NonDeterministicError
+from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.trace import Trace
 from tests.models import classifier
@@ -251,3 +252,14 @@ def test_full_disk_warns_once_keeps_the_rows_and_harms_nothing():
 def test_full_disk_stops_the_run_if_asked():
     with pytest.raises(OSError, match="No space left"):
         run(trace=FullDisk(), on_error="raise")
+
+
+def test_a_failed_row_of_an_oracle_has_no_loss_of_another_batch():
+    model, _ = classifier()
+    x = torch.randn(4, 6)
+    oracle = GradientOracle(lambda batch: model(batch).square().mean(), [x])
+    probe = SmoothnessProbe(model, every=1, oracle=oracle)
+    with pytest.warns(UserWarning, match="`.grad` is empty"), probe(lambda: model(x).sum(), loss=5.0):
+        pass
+    assert probe.trace[0]["status"].startswith("failed")
+    assert probe.trace[0]["loss"] is None

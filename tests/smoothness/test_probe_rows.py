@@ -170,3 +170,18 @@ def test_a_row_says_whether_its_step_was_clipped_by_whoever_clips(by, max_norm):
     optimizer.step()
     assert probe.trace[0]["clipped"] is (max_norm < 1)
     assert math.isfinite(probe.trace.clip_norm[0]) is (max_norm < 1)
+
+
+def test_autocast_that_begins_later_is_in_the_precision_of_its_rows():
+    model = mlp(6, 10, 3).float()
+    x, y = torch.randn(8, 6).float(), torch.randint(3, (8,))
+    optimizer, probe = measured_sgd(model)
+    for step in range(4):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=step == 3):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+        loss.backward()
+        with probe(lambda: F.cross_entropy(model(x), y)):
+            optimizer.step()
+    assert probe.trace.column("eps")[2] == torch.finfo(torch.float32).eps
+    assert probe.trace.column("eps")[3] == torch.finfo(torch.bfloat16).eps

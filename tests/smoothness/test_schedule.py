@@ -159,3 +159,11 @@ def test_fit_and_advise_take_the_probe_itself():
     probe = probed(60, every=5, scale_of=lambda step: 0.1)
     assert str(cs.fit_smoothness(probe)) == str(cs.fit_smoothness(probe.trace))
     assert str(cs.advise(probe)) == str(cs.advise(probe.trace))
+
+
+def test_a_gradient_that_does_not_change_chooses_no_fractions():
+    model = nn.Linear(2, 1)
+    probe = cs.SmoothnessProbe(model, every=1)
+    block_steps(probe, torch.optim.SGD(model.parameters(), lr=0.1), lambda: model(torch.ones(1, 2)).sum(), 2)
+    assert probe.trace.ok.all()
+    assert probe.trace[1]["fractions"] == [*short_fractions([]), 1.0]

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 
 from curvestep import calibrate
 from curvestep.smoothness.probe import SmoothnessProbe
@@ -178,6 +179,16 @@ def test_parameters_are_no_state_of_a_pass():
     model.weight.add_(1.0)
     state.restore()
     assert model.weight.tolist() == [1.0, 1.0]
+
+
+def test_what_ddp_keeps_about_its_ranks_is_no_state_of_a_pass():
+    wrapper = DistributedDataParallel.__new__(DistributedDataParallel)
+    nn.Module.__init__(wrapper)
+    wrapper.require_backward_grad_sync = False  # inside of no_sync()
+    state = PassState(wrapper)
+    wrapper.require_backward_grad_sync = True
+    state.restore()
+    assert wrapper.require_backward_grad_sync
 
 
 class Averaging(nn.Linear):

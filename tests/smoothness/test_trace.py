@@ -560,3 +560,10 @@ def test_a_column_that_is_no_longer_measured_is_still_read(tmp_path):
     assert old[0]["optimizer_spectral"] == 3.0
     np.testing.assert_array_equal(old.column("optimizer_spectral"), [3.0, np.nan])
     np.testing.assert_array_equal(old.column("optimizer_converged"), [1.0, np.nan])
+
+
+def test_rows_without_fractions_have_those_of_the_header():
+    trace = Trace(header={"fractions": [0.5, 1.0]})
+    trace.append({"step": 0})
+    trace.append({"step": 1, "fractions": [0.25]})
+    np.testing.assert_array_equal(trace.column("fractions"), [[0.5, 1.0], [0.25, np.nan]])

@@ -369,10 +369,7 @@ def _shared_option(groups: Sequence[Row], name: str) -> float | list[float] | No
     """A number or a list of numbers that all groups have alike; None if they do not."""
     try:  # torch takes tensors too
         options = np.array([group.get(name) for group in groups], dtype=float)
-    except (
-        TypeError,
-        ValueError,
-    ):  # a rule with norms of its own, or a list beside a number
+    except (TypeError, ValueError):  # a rule instead of a norm, or a list beside a number
         return None
     if (options != options[0]).any():  # NaN, where a group has none, differs from itself
         return None
