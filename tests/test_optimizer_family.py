@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 import curvestep as cs
-from curvestep.optimizer_family import Family, family_of, torch_name
+from curvestep.optimizer_family import Family, family_of, inner_optimizer, torch_name
 
 
 def parameters():
@@ -98,3 +98,13 @@ def test_only_adam_and_its_variants_divide_by_the_size_of_the_gradient():
 
 def test_names_of_ours_are_those_of_torch_but_for_clipping():
     assert torch_name("ClippedSGD") == "SGD"
+
+
+def test_an_optimizer_of_torch_that_holds_another_steps_itself():
+    class Lookahead(torch.optim.Optimizer):
+        def __init__(self, optimizer):
+            super().__init__(optimizer.param_groups, {})
+            self.optimizer = optimizer
+
+    outer = Lookahead(torch.optim.SGD(parameters(), lr=0.1))
+    assert inner_optimizer(outer) is outer
