@@ -280,6 +280,7 @@ def save_checkpoint(path: Path, state: Fields) -> None:
 
 def load_checkpoint(path: Path) -> Fields:
     """The state in ``path``, on the CPU; an error in one line if it is damaged, foreign or newer."""
+    corrupt = ValueError(f"{path} is corrupt or is no checkpoint. Delete it to start the run again.")
     try:
         with zipfile.ZipFile(path) as archive:  # torch itself does not look at its checksums
             if archive.testzip() is not None:
@@ -288,7 +289,7 @@ def load_checkpoint(path: Path) -> Fields:
     except (FileNotFoundError, PermissionError):
         raise
     except (OSError, RuntimeError, EOFError, LookupError, ValueError, TypeError, *_UNREADABLE):
-        raise _corrupt(path) from None
+        raise corrupt from None
     if not isinstance(content, dict) or content.get("format") != _FORMAT:
         raise ValueError(f"{path} is not a checkpoint of curvestep. Delete it to start the run again.")
     version = content.get("version")
@@ -297,12 +298,8 @@ def load_checkpoint(path: Path) -> Fields:
             f"{path} has version {version}, this curvestep reads up to {VERSION}. Update curvestep."
         )
     if not all(name in content and isinstance(content[name], kind) for name, kind in _KINDS.items()):
-        raise _corrupt(path)
+        raise corrupt
     return content
-
-
-def _corrupt(path: Path) -> ValueError:
-    return ValueError(f"{path} is corrupt or is no checkpoint. Delete it to start the run again.")
 
 
 def random_state() -> dict[str, Tensor]:
