@@ -385,6 +385,16 @@ def test_sparse_gradients_are_rounded_as_dense_ones_are(dtype):
     assert not torch.equal(sparse.grad._values(), values)
 
 
+def test_a_spike_says_what_the_clipped_pieces_leave_of_it():
+    p = nn.Parameter(torch.ones(4))  # a unit of norm 2
+    opt = ClippedSGD([p], lr=1e-5, max_norm=weight_ratio(0.5))
+    for step in range(40):
+        p.grad = torch.full((4,), 50.0 if step == 30 else 0.05 + 0.001 * (step % 3))
+        opt.step()
+    (spike,) = opt.spikes()
+    assert (spike["grad_norm"], spike["clipped_norm"]) == pytest.approx((100.0, 1.0), rel=1e-3)
+
+
 def test_groups_may_have_rules_of_their_own():
     head, body = nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(4))
     opt = ClippedSGD(

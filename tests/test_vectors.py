@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from curvestep import vectors
-from curvestep.vectors import PIECE, difference, distance, dot_of_changes, global_norm, host_norm
+from curvestep.vectors import PIECE, difference, distance, dot, dot_of_changes, global_norm, host_norm
 from tests.reference import reference_norm
 
 
@@ -180,3 +180,9 @@ def test_dot_of_changes_is_the_inner_product_of_both_differences(sizes, dtype, g
     scale = (x - y).norm().item() * other.norm().item()
     tolerance = {torch.float64: 1e-13, torch.bfloat16: 1e-2}.get(dtype, 1e-5)
     assert found.item() == pytest.approx(exact, abs=tolerance * scale)
+
+
+def test_dot_takes_a_missing_piece_of_either_for_zero():
+    a, b = torch.tensor([1.0, 2.0]), torch.tensor([3.0, 4.0])
+    assert dot([a, a, None], [b, None, b]) == 11.0
+    assert dot([None], [None]) == 0.0
