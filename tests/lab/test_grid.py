@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from curvestep.lab.grid import sweep, trial_in
+from curvestep.lab.grid import SweepResult, Trial, sweep, trial_in
 from curvestep.lab.jobs import JobResult
 from curvestep.lab.recipes import to_dict, with_fields
 from curvestep.lab.run.folder import Run, find_runs, has_ended, last_step, open_run, write_json, write_status
@@ -216,6 +216,19 @@ def test_a_grid_that_makes_no_sense_is_refused_before_anything_runs(tmp_path, gr
 def test_impossible_engines_are_named(tmp_path, arguments, words):
     with pytest.raises(ValueError, match=words):
         sweep(eight(tmp_path / "data"), {"lr": [1.0]}, tmp_path / "sweep", **arguments)
+
+
+def test_a_sweep_prints_the_lowest_loss_first_and_lost_trials_last(tmp_path):
+    ends = {"lr=30": math.nan, "lr=1": 0.5, "lr=3": -0.25}
+    trials = tuple(
+        Trial(fields={}, folder=tmp_path / name, status="finished", train_loss=loss)
+        for name, loss in ends.items()
+    )
+    assert str(SweepResult(folder=tmp_path, trials=trials)).splitlines() == [
+        "lr=3   finished, training loss -0.2500",
+        "lr=1   finished, training loss 0.5000",
+        "lr=30  finished",
+    ]
 
 
 def test_a_trial_whose_process_was_killed_is_failed_not_running(tmp_path):

@@ -8,6 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import numpy as np
+
 from curvestep.lab.jobs import Job, run_jobs, stop_if_interrupted
 from curvestep.lab.recipe_fields import Fields, short
 from curvestep.lab.recipes import Recipe, with_fields
@@ -37,7 +39,10 @@ class SweepResult:
     trials: tuple[Trial, ...]
 
     def __str__(self) -> str:
-        return "\n".join(f"{trial.folder.name}: {ending(trial)}" for trial in self.trials)
+        """A line for each trial, the lowest loss first."""
+        ranked = sorted(self.trials, key=lambda trial: np.nan_to_num(trial.train_loss, nan=math.inf))
+        width = max(len(trial.folder.name) for trial in ranked)
+        return "\n".join(f"{trial.folder.name:<{width}}  {ending(trial)}" for trial in ranked)
 
 
 def sweep(
