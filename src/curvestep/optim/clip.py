@@ -8,7 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 import warnings
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from itertools import chain
 from typing import Any
 
@@ -235,8 +235,9 @@ class Clipping(_Handle):
     def _take(self, step: HostStep | DeviceStep, decisions: list[Decision]) -> None:
         """Clip and count."""
         bounds: list[Quantity] = [group.get("max_norm", self._max_norm) for group in step.bounded()]
-        pairs: Iterable[tuple[Quantity, Quantity]] = zip(step.norms, bounds, strict=True)
-        coefficients = [clipped_step(norm, lr=1.0, max_norm=bound) for norm, bound in pairs]
+        norms: list[Quantity] = [*step.norms]
+        pairs = zip(norms, bounds, strict=True)
+        coefficients: list[Quantity] = [clipped_step(norm, lr=1.0, max_norm=bound) for norm, bound in pairs]
         step.look_for_spike(coefficients)
         for decision, coefficient in zip(decisions, coefficients, strict=True):
             _clip_(decision, coefficient)
