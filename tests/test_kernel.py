@@ -55,13 +55,17 @@ def reference_distance(new, old):
 
 
 def update(*lists, scale=1.0, lr=1.0, weight_decay=0.0, momentum=0.0, dampening=0.0, nesterov=False):
-    rule = (scale, weight_decay, momentum, 1 - dampening, lr, nesterov)
-    native().update(native().view(*lists), *rule)
+    native().update(
+        native().view(*lists), scale=scale, lr=lr, weight_decay=weight_decay, momentum=momentum,
+        dampening=dampening, nesterov=nesterov,
+    )  # fmt: skip
 
 
 def adamw(steps, *lists, scale=1.0, lr=1.0, betas=(0.5, 0.5), eps=0.0, weight_decay=0.0):
-    rule = (scale, lr, *betas, eps, weight_decay)
-    native().adamw(native().view(*lists), native().view(steps), *rule)
+    native().adamw(
+        native().view(*lists), native().view(steps), scale=scale, lr=lr, betas=betas, eps=eps,
+        weight_decay=weight_decay,
+    )  # fmt: skip
 
 
 def test_kernel_is_there_wherever_a_compiler_is():

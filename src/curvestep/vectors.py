@@ -14,7 +14,6 @@ import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import cache, partial
 from itertools import chain, filterfalse
-from operator import attrgetter
 from typing import Any, TypeAlias, overload
 
 import torch
@@ -108,7 +107,7 @@ def _host_scalar(number: float) -> Tensor:
 
 def on_one_device(numbers: Sequence[Tensor]) -> list[Tensor]:
     """The numbers on the accelerator, if one of them is there."""
-    device = min(numbers, key=attrgetter("is_cpu")).device  # the first that is elsewhere
+    device = next((number.device for number in numbers if not number.is_cpu), numbers[0].device)
     return [number.detach().to(device) for number in numbers]
 
 

@@ -310,13 +310,18 @@ def passes_of_the_kernel():
     kernel, (g, p, m, v) = native(), huge(4)
     for t, value in zip((g, p, m, v), (1, 0, 0, 0), strict=True):
         fill(t, value, value, value)
-    kernel.update(kernel.view([g], [p], [m]), 1.0, 0.0, 0.0, 1.0, 1.0, False)
+    kernel.update(
+        kernel.view([g], [p], [m]),
+        scale=1.0, weight_decay=0.0, momentum=0.0, dampening=0.0, lr=1.0, nesterov=False,
+    )  # fmt: skip
     assert parts(p) == [-1, -1, 1 - LAST]
     assert parts(m) == [1, 1, 1]
     fill(p, 0, 0, 0)
     count = torch.zeros(())
-    # With betas of zero a step is lr times the sign.
-    kernel.adamw(kernel.view([g], [p], [m], [v]), kernel.view([count]), 1.0, 1.0, 0.0, 0.0, 0.0, 0.0)
+    kernel.adamw(  # with betas of zero a step is lr times the sign
+        kernel.view([g], [p], [m], [v]), kernel.view([count]),
+        scale=1.0, lr=1.0, betas=(0.0, 0.0), eps=0.0, weight_decay=0.0,
+    )  # fmt: skip
     assert parts(p) == pytest.approx([-1, -1, 1 - LAST], rel=1e-6)
     assert (parts(m), parts(v)) == ([1, 1, 1], [1, 1, 1])
     fill(m, 1, 0.5, 1)

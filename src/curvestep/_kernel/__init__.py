@@ -129,34 +129,57 @@ class Kernel:
         return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, threads, apart, None, None)
 
     def norms_of_units(self, x: View, starts: Any, norms: Array, which: int = 0) -> float:
-        r""":math:`\sum_u \lVert u \rVert^2` of list ``which``; ``norms`` gets that of each unit."""
+        r""":math:`\sum_u \lVert u \rVert^2` of list ``which``, and :math:`\lVert u \rVert` of each unit.
+
+        ``starts`` has the number of the first unit of each tensor, and at last their count; a unit is as many
+        elements in a row as the others of its tensor. ``norms`` is where their norms are put.
+        """
         addresses = ctypes.byref(x.addresses, which * x.length * ctypes.sizeof(_int64))
         return self._sum_of_squares(
             addresses, x.sizes, x.length, x.doubles, _num_threads(), False, starts,
             ctypes.byref(_double.from_buffer(norms.data)),
         )  # fmt: skip
 
-    def update(self, x: View, *rule: float, units: Units | None = None) -> None:
-        """The formula of ``optim/sgd.py``. ``x`` has gradients, parameters and, with momentum, buffers.
-
-        ``rule`` is scale, weight decay, momentum, 1 - dampening, lr and whether nesterov.
-        """
+    def update(
+        self,
+        x: View,
+        *,
+        scale: float,
+        weight_decay: float,
+        momentum: float,
+        dampening: float,
+        lr: float,
+        nesterov: bool,
+        units: Units | None = None,
+    ) -> None:
+        """The formula of ``optim/sgd.py``. ``x`` has gradients, parameters and, with momentum, buffers."""
         self._update(
-            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists, _RULE.pack(*rule),
+            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
+            _RULE.pack(scale, weight_decay, momentum, 1 - dampening, lr, nesterov),
             _as_c(units),
         )  # fmt: skip
 
     def adamw(
-        self, x: View, steps: View, *rule: float, units: Units | None = None, update_rms: float = math.inf
+        self,
+        x: View,
+        steps: View,
+        *,
+        scale: float,
+        lr: float,
+        betas: tuple[float, float],
+        eps: float,
+        weight_decay: float,
+        units: Units | None = None,
+        update_rms: float = math.inf,
     ) -> None:
         """The formula of ``optim/adamw.py``, which counts ``steps`` on.
 
-        ``x`` has gradients, parameters, first, second and, for ``amsgrad``, largest second moments; ``rule``
-        is scale, lr, the two betas, eps and weight decay.
+        ``x`` has gradients, parameters, first, second and, for ``amsgrad``, largest second moments.
         """
         given = (
-            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists, _ADAM_RULE.pack(*rule),
-            steps.addresses, steps.doubles, _as_c(units),
+            x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
+            _ADAM_RULE.pack(scale, lr, *betas, eps, weight_decay), steps.addresses, steps.doubles,
+            _as_c(units),
         )  # fmt: skip
         if update_rms == math.inf:
             self._adamw(*given, None)
@@ -270,25 +293,46 @@ def native() -> Kernel | None:
     try:
         kernel = Kernel(LIBRARY)
         with _disable_current_modes(), torch.device("cpu"):  # a first trial may be among fake tensors
-            is_right = all(_follows_formula(kernel, dtype) for dtype in DTYPES)
-    except (OSError, AttributeError):  # built for another machine, or by another version
+            is_right = _follows_formula(kernel)
+    except (OSError, AttributeError, AssertionError):  # built for another machine, or by another version
         return None
     return kernel if is_right else None
 
 
-def _follows_formula(kernel: Kernel, dtype: torch.dtype) -> bool:
-    """Try each function on seventy numbers: more than a vector register holds, and a rest."""
-    g, p = torch.full((70,), 2.0, dtype=dtype), torch.arange(70, dtype=dtype)
-    b, w, m, v, step = g / 2, g / 2, g * 0, g * 0, g.new_zeros(())
-    sgd, adamw, steps = kernel.view([g], [p], [b]), kernel.view([g], [w], [m], [v]), kernel.view([step])
-    if sgd is None or adamw is None or steps is None:
-        return False
-    squares = g.new_tensor([kernel.sum_of_squares(sgd), kernel.sum_of_squares(sgd, apart=True)])
-    found = [(squares, torch.stack([g.square().sum(), (p - g).square().sum()]))]
-    expected = 0.5 * b + 0.25 * (0.5 * g + 3.0 * p)
-    found += [(b, expected), (p, p - 0.125 * expected)]
-    kernel.update(sgd, 0.5, 3.0, 0.5, 0.25, 0.125, False)
-    # The first step of AdamW from zero moments is one of length lr by the sign of the gradient.
-    kernel.adamw(adamw, steps, 0.5, 0.25, 0.75, 0.5, 0.0, 0.5)
-    found += [(w, g * 0.3125), (m, g * 0.125), (v, g * 0.25), (step, g[0] / 2)]
-    return all(torch.allclose(t, expected) for t, expected in found)
+def _follows_formula(kernel: Kernel) -> bool:
+    """Try each function on seventy numbers of each dtype: more than a vector register holds, and a rest."""
+    trials = (_sums_squares, _updates, _takes_adamw_step)
+    return all(trial(kernel, dtype) for dtype in DTYPES for trial in trials)
+
+
+def _walkable(kernel: Kernel, *lists: list[Tensor]) -> View:
+    view = kernel.view(*lists)
+    assert view is not None
+    return view
+
+
+def _sums_squares(kernel: Kernel, dtype: torch.dtype) -> bool:
+    p, g = torch.arange(70, dtype=dtype), torch.full((70,), 2.0, dtype=dtype)
+    view = _walkable(kernel, [g], [p])
+    is_distance = math.isclose(kernel.sum_of_squares(view, apart=True), (p - 2).square().sum().item())
+    return is_distance and math.isclose(kernel.sum_of_squares(view), 280)
+
+
+def _updates(kernel: Kernel, dtype: torch.dtype) -> bool:
+    p, g = torch.arange(70, dtype=dtype), torch.full((70,), 2.0, dtype=dtype)
+    b = torch.ones(70, dtype=dtype)
+    expected_b = 0.5 * b + 0.25 * (0.5 * g + 3.0 * p)
+    expected_p = p - 0.125 * expected_b
+    view = _walkable(kernel, [g], [p], [b])
+    kernel.update(view, scale=0.5, weight_decay=3.0, momentum=0.5, dampening=0.75, lr=0.125, nesterov=False)
+    return torch.allclose(b, expected_b) and torch.allclose(p, expected_p)
+
+
+def _takes_adamw_step(kernel: Kernel, dtype: torch.dtype) -> bool:
+    """The first step of AdamW from zero moments is one of length lr by the sign of the gradient."""
+    g = torch.full((70,), 2.0, dtype=dtype)
+    p, m, v, step = torch.ones_like(g), torch.zeros_like(g), torch.zeros_like(g), torch.zeros(())
+    view, steps = _walkable(kernel, [g], [p], [m], [v]), _walkable(kernel, [step])
+    kernel.adamw(view, steps, scale=0.5, lr=0.25, betas=(0.75, 0.5), eps=0.0, weight_decay=0.5)
+    found = [(p, 0.625), (m, 0.25), (v, 0.5), (step, 1.0)]
+    return all(torch.allclose(t, torch.full_like(t, expected)) for t, expected in found)

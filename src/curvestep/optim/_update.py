@@ -286,16 +286,21 @@ def _is_plain_and_large(part: Part) -> bool:
     return sum(sizes) > _LARGE * len(part.params)
 
 
-def update(part: Part, scale: Number, *skip: Tensor) -> None:
-    """Update a part with the gradient times ``scale``, by its path; only a fused one knows a ``skip``."""
+def update(part: Part, scale: float) -> None:
+    """Update a part with the gradient times ``scale``, by its path."""
     rule = part.rule
     if part.path == "kernel":
-        rule.by_kernel(part, float(scale))
+        rule.by_kernel(part, scale)
     else:
         by = {"fused": rule.by_fused, "foreach": rule.by_foreach, "loop": rule.by_loop}
-        by[part.path](part, scale, *skip)
-    if part.path in ("kernel", "fused"):  # which do not say that values changed: a stale graph is noticed
-        torch.autograd.graph.increment_version(part.params)
+        by[part.path](part, scale)
+    if part.path in ("kernel", "fused"):
+        tell_autograd(part.params)
+
+
+def tell_autograd(params: list[Tensor]) -> None:
+    """Say that values changed, as neither our kernel nor torch's fused ones do: a stale graph is noticed."""
+    torch.autograd.graph.increment_version(params)
 
 
 def _views(steps: list[Tensor], *lists: list[Tensor]) -> tuple[View | None, View | None]:

@@ -144,8 +144,9 @@ class AdamWRule(Rule):
         assert part.view is not None  # this path is chosen only where there are both
         assert part.steps_view is not None
         part.view.kernel.adamw(
-            part.view, part.steps_view, self.signed(scale), float(self.lr), *self.betas, self.eps,
-            self.weight_decay, units=part.units, update_rms=self.update_rms,
+            part.view, part.steps_view, scale=self.signed(scale), lr=float(self.lr),
+            betas=self.betas, eps=self.eps, weight_decay=self.weight_decay,
+            units=part.units, update_rms=self.update_rms,
         )  # fmt: skip
 
     def by_fused(self, part: Part, scale: Number, skip: Tensor | None = None) -> None:

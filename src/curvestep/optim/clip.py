@@ -23,7 +23,7 @@ from curvestep.distributed import local
 from curvestep.optim._update import Number
 from curvestep.optim.counters import ClipStats, Spike
 from curvestep.optim.device import DeviceStep, device_norms
-from curvestep.optim.policy import Decision, Group, Policy, check_scope, decisions_of, is_on_host
+from curvestep.optim.policy import Decision, Group, Policy, as_float, check_scope, decisions_of, is_on_host
 from curvestep.optim.record import HostStep, StepRecord
 from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
@@ -56,11 +56,14 @@ def clip(
         what: ``"gradient"``, or ``"update"``: then ``max_norm`` is the largest root mean square of a tensor's
             update in units of its learning rate, and a copy of the parameters is held while a step lasts.
             ``ClippedAdamW(update_rms=...)`` needs none.
-        norm_scope: As for :class:`ClippedSGD`.
+        norm_scope: Whose norm is clipped: of all parameters (``"global"``), of each ``"group"``, or of each
+            ``"tensor"``.
         nonfinite: What to do when the gradient is not finite. ``"raise"`` names the parameter and changes
             nothing, ``"skip"`` leaves the step out and counts it, ``"propagate"`` takes it. Under a
             ``GradScaler`` such steps are the scaler's: it leaves them out.
-        skip_above: As for :class:`ClippedSGD`: leave out a step whose gradient norm is larger than this.
+        skip_above: Leave out a step whose gradient norm is larger than this: a number, or a multiple of the
+            running median such as ``"10x"``, or standard deviations above the mean such as ``"6sigma"``; the
+            last also of a closure's loss.
 
     Returns:
         A handle with ``clip_stats()`` and ``remove()``.
@@ -218,7 +221,7 @@ class Clipping(_Handle):
 
     def _clip_on_host(self, decisions: list[Decision], norms: list[float], loss: float | None) -> None:
         """Clip by norms that are floats, or hide the gradients from a step that is left out."""
-        step = HostStep(self.optimizer, self._policy, self._record, decisions, norms, loss)
+        step = HostStep(self.optimizer, self._policy, self._record, decisions, norms, as_float(loss))
         if step.is_left_out():
             self._hide(decisions)
         else:

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvestep.clip_rules import Quantity, in_order
-from curvestep.optim._update import Bundle, Number, Part, along, is_new, update
+from curvestep.optim._update import Bundle, Number, Part, along, is_new, tell_autograd, update
 from curvestep.optim.counters import FEWEST_NORMS, RECENT_STEPS, HostCounters, Limit
 from curvestep.optim.policy import (
     Decision,
@@ -221,10 +221,12 @@ class DeviceStep(Step):
             return
         scale, skip = scale.to(device), self.skip.to(device)
         if part.path == "fused":  # only torch's kernel can leave the decision on the device by itself
-            update(part, scale, skip)
+            part.rule.by_fused(part, scale, skip)
+            tell_autograd(part.params)
         else:
+            by_functions = part.rule.by_foreach if part.path == "foreach" else part.rule.by_loop
             with self._unless_skipped([*part.params, *chain(*part.buffers)]):
-                update(part, scale)
+                by_functions(part, scale)
         if self.is_guarded and part.steps:
             torch._foreach_sub_(part.steps, [skip] * len(part.steps))
 

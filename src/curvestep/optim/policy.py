@@ -128,7 +128,7 @@ class Policy:
     def norms(self, decisions: Sequence[Decision]) -> list[float]:
         """One norm for each decision, of tensors on the host; all the same if the scope is global."""
         if measure_pieces(decisions):  # whose scope is global
-            norms = [float(d.pieces.norm) if d.pieces else host_norm(d.grads, d.view) for d in decisions]
+            norms = list(map(_norm_on_host, decisions))
             return [math.hypot(*norms)] * len(norms)
         if self.norm_scope == "global" and len(decisions) > 1:
             together = [grad for decision in decisions for grad in decision.grads]
@@ -146,6 +146,12 @@ class Policy:
         if self.nonfinite == "raise":
             raise FloatingPointError(nonfinite_gradient(groups))
         return True
+
+
+def _norm_on_host(decision: Decision) -> float:
+    if decision.pieces is not None:
+        return float(decision.pieces.norm)
+    return host_norm(decision.grads, decision.view)
 
 
 def _limit(skip_above: float | str | None) -> Limit:
@@ -176,10 +182,24 @@ def _has_zero_lr(group: Group) -> bool:
     return bool(lr == 0)
 
 
+def as_float(loss: Tensor | float | None) -> float | None:
+    """What a closure returned as a number."""
+    return None if loss is None else float(loss)
+
+
 def layer_norms(groups: list[Group]) -> dict[str, float]:
     """The norm of each parameter's gradient, by name; waits for a device."""
     named = [(name, p.grad) for name, p in _named(groups) if p.grad is not None]
     return {name: float(global_norm([grad])) for name, grad in named}
+
+
+def clipped_norms(
+    decisions: Sequence[Decision], norms: list[float], coefficients: list[float]
+) -> list[float]:
+    """The norm of each decision after clipping; of pieces that of all together."""
+    pieces = [decision.pieces for decision in decisions]
+    triples = zip(pieces, norms, coefficients, strict=True)
+    return [norm * c if p is None else float(p.clipped_norm()) for p, norm, c in triples]
 
 
 def _named(groups: list[Group]) -> Iterator[tuple[str, Tensor]]:

@@ -40,6 +40,7 @@ from curvestep.optim.policy import (
     Decision,
     Group,
     Step,
+    clipped_norms,
     counted_pieces,
     layer_norms,
     may_be_pretended,
@@ -273,11 +274,9 @@ class HostStep(Step):
     """A step of which every number is a float: whether to leave it out, and how it is counted."""
 
     norms: list[float]  # of each decision; the scale of a GradScaler is taken out
-    loss: float | None  # what the closure returned: a number, or a tensor before it is read here
+    loss: float | None  # what the closure returned
 
     def __post_init__(self) -> None:
-        if self.loss is not None:
-            self.loss = float(self.loss)
         # A GradScaler's part in the step: its scale, and whether a gradient overflowed.
         scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
         overflow: Tensor | None = getattr(self.optimizer, "found_inf", None)
@@ -325,9 +324,8 @@ class HostStep(Step):
     def look_for_spike(self, coefficients: list[float]) -> None:
         """Remember the step if it stands out, while the gradients are as they came."""
         if self.norm > self._counters.spike_bound:
-            each = zip(self.decisions, self.norms, coefficients, strict=True)
-            clipped = [float(d.pieces.clipped_norm()) if d.pieces else norm * c for d, norm, c in each]
-            self._keep_spike(self.policy.joint_norm(clipped))
+            norms = clipped_norms(self.decisions, self.norms, coefficients)
+            self._keep_spike(self.policy.joint_norm(norms))
 
     def count(self, coefficients: list[float], bounds: list[float]) -> None:
         """Count the step that was taken, with the factor on each decision and its threshold."""

@@ -25,7 +25,7 @@ from curvestep.distributed import in_zero_redundancy_optimizer
 from curvestep.optim._update import Bundle, Rule, collect, joined, parts_of
 from curvestep.optim.counters import ClipStats, Spike
 from curvestep.optim.device import DeviceStep, step_on_device
-from curvestep.optim.policy import Group, Policy, check_scope, is_on_host, rule_of
+from curvestep.optim.policy import Group, Policy, as_float, check_scope, is_on_host, rule_of
 from curvestep.optim.record import HostStep, StepRecord
 
 Norm = TypeVar("Norm", float, Tensor)
@@ -232,7 +232,7 @@ class ScaledOptimizer(Optimizer, ABC):
                 return loss
             if reads_numbers(bundles):
                 norms = self._policy.norms(bundles)
-                step = HostStep(self, self._policy, self._record, bundles, norms, loss)
+                step = HostStep(self, self._policy, self._record, bundles, norms, as_float(loss))
                 if not step.is_left_out():
                     self._take(bundles, step)
             else:

@@ -95,8 +95,9 @@ class SGDRule(Rule):
         """Our own kernel: every tensor once through memory, 16 bytes a parameter, 24 with momentum."""
         assert part.view is not None  # this path is chosen only where there is one
         part.view.kernel.update(
-            part.view, self.signed(scale), self.weight_decay, self.momentum, 1 - self.dampening,
-            float(self.lr), self.nesterov, units=part.units,
+            part.view, scale=self.signed(scale), weight_decay=self.weight_decay,
+            momentum=self.momentum, dampening=self.dampening, lr=float(self.lr), nesterov=self.nesterov,
+            units=part.units,
         )  # fmt: skip
 
     def by_fused(self, part: Part, scale: Number, skip: Tensor | None = None) -> None:
