@@ -238,9 +238,12 @@ def _training_columns(run: Run) -> Columns:
 
 def _held_out(metrics: Sequence[Fields]) -> Columns:
     """Steps and losses on validation data, or where there are none on test data."""
-    losses = [row for row in metrics if "loss" in row]
-    valid, test = ([row for row in losses if row.get("split") == split] for split in ("valid", "test"))
-    return {key: np.array([row[key] for row in valid or test], dtype=float) for key in ("step", "loss")}
+    rows = _losses_of(metrics, "valid") or _losses_of(metrics, "test")
+    return {key: np.array([row[key] for row in rows], dtype=float) for key in ("step", "loss")}
+
+
+def _losses_of(metrics: Sequence[Fields], split: str) -> list[Fields]:
+    return [row for row in metrics if row.get("split") == split and "loss" in row]
 
 
 def _metrics(by_split: Fields) -> dict[str, float]:
