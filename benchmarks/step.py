@@ -215,8 +215,7 @@ python benchmarks/step.py --rounds 24 --json docs/results/{json} --optimizer ada
 python benchmarks/step.py --json docs/results/{json} --page docs/results/step.md
 ```
 
-*Warm* calls a variant once before each timed call, as in a loop in which nothing else runs. An
-installation ran beside the first call.
+*Warm* calls a variant once before each timed call, as in a loop in which nothing else runs.
 {tables}
 AWD-LSTM: 24.2 million parameters in 14 tensors; 10 M: in 100 tensors; ResNet20: 0.27 million in 65 tensors.
 Bytes moved for each parameter: [compare](../compare.md#speed-of-the-optimizer-phase). On small models most of
