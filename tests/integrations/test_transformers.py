@@ -299,12 +299,11 @@ def test_a_second_run_is_written_beside_the_first(tmp_path):
     assert [row["step"] for row in callback.probe.trace] == [0, 3, 6]
 
 
-def test_a_loss_that_pops_from_its_inputs_is_measured(tmp_path):
+def test_a_step_that_pops_from_its_inputs_is_measured(tmp_path):
     class Popping(Trainer):
-        def compute_loss(self, model, inputs, **kwargs):
-            return F.cross_entropy(
-                model(inputs["input_ids"]).logits.flatten(0, 1), inputs.pop("labels").flatten()
-            )
+        def training_step(self, model, inputs, *args):
+            labels = inputs.pop("labels")
+            return super().training_step(model, {**inputs, "labels": labels}, *args)
 
     trainer = trainer_of(tmp_path, kind=Popping)
     callback = watch(trainer, every=2, on_error="raise")
