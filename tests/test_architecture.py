@@ -13,14 +13,14 @@ from tests.density import Density, numeric_constants
 
 PACKAGE = Path(__file__).parents[1] / "src" / "curvestep"
 MOST_MODULES = 12
-MOST_LINES = 26_536
+MOST_LINES = 26_551
 MOST_LINES_A_FILE = 490
 MOST_BRANCHES = 3_119
 MOST_TERNARIES = 237
 MOST_ANY = 144
 MOST_CONSTANTS = 89  # outside the lab
 MOST_BRANCHES_PER_100 = 24
-MOST_WITH_ONE_IMPORTER = 18  # modules that one other imports
+MOST_WITH_ONE_IMPORTER = 19  # modules that one other imports
 MIRRORED = {"SmoothnessCallback"}  # the same callback for two frameworks
 
 # What each room may use, folders two deep, as docs/architecture.md says. A room may always use itself; the

@@ -1,1 +1,1 @@
-"""From the rows of a trace to (L0, L1): samples, frontier, intervals, correlation and its control."""
+"""From the rows of a trace to (L0, L1): samples, frontier, correlation, intervals, control."""

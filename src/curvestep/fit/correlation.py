@@ -1,38 +1,17 @@
-r"""Correlations of gradient norm and smoothness across the rows of a run, and their control.
-
-The control is how much correlation the same procedure shows where the Hessian never changes.
-
-On :math:`f(x) = \tfrac12 x^\top H x` there is no (L0, L1) effect: :math:`\lVert\nabla^2 f\rVert` is the same
-at every gradient norm. If all eigenvalues are equal, a paired estimate is the same number at every step, and
-the control would always print zero. If they differ, the estimate along a step,
-:math:`\lVert H d\rVert/\lVert d\rVert`, falls as the sharp directions are worked off, and the gradient norm
-falls with it: a rank correlation of up to 1 without any (L0, L1) effect. So the honest null is anisotropic,
-and it is matched to the run: as many rows, the same learning rate, the same step lengths where steps were
-clipped, a start with the run's own gradient norm and smoothness, and gradient noise that brings both to the
-level where the run ended. The spectrum of the run is not known, so many quadratics are drawn, with different
-spectra, and the interval of the control spans them. What the run shows beyond its control is not explained
-by a constant Hessian; what it shares with it may be.
-"""
+r"""Correlations of gradient norm and smoothness, for many samples at once, with block-bootstrap intervals."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
-from scipy.optimize import root_scalar
-from scipy.stats import rankdata
+from scipy import stats
 
-from curvestep.fit.frontier import quantile_lines
 from curvestep.fit.intervals import Interval, block_interval, block_length, coverage_length
-from curvestep.fit.samples import LEAST_ROWS, MOST_ROWS, Samples, evenly_spaced
 
 UNKNOWN: Interval = (math.nan, math.nan)
-_DIMENSION = 32  # eigenvalues, evenly spaced on a logarithmic scale
-_REPLICATES = 64
-_SHORTER = 4  # times fewer rows than bear the intervals, so that it takes about a second
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,7 +38,7 @@ def correlations_of(
     """Correlations of rows in the order of the steps; NaN with NaN intervals where a column is constant."""
     floor = smoothness[smoothness > 0].min(initial=np.inf)  # a smoothness of zero has no logarithm
     x, y = np.log(grad_norm), np.log(np.maximum(smoothness, floor if np.isfinite(floor) else 1.0))
-    chosen = block_length(_influence(rankdata(x), rankdata(y)), _influence(x, y))
+    chosen = block_length(_influence(ranks(x), ranks(y)), _influence(x, y))
     settings = {
         "length": coverage_length(len(x), chosen),
         "level": level,
@@ -88,6 +67,11 @@ def _fisher(r: np.ndarray) -> np.ndarray:
     return np.arctanh(np.clip(np.nan_to_num(r), -1 + 1e-12, 1 - 1e-12))
 
 
+def ranks(values: np.ndarray) -> np.ndarray:
+    """Ranks along the last axis, ties sharing their mean."""
+    return stats.rankdata(values, axis=-1)
+
+
 def correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Pearson's correlation of each row of ``x`` with that of ``y``; NaN where one is constant."""
     x, y = x - x.mean(axis=1, keepdims=True), y - y.mean(axis=1, keepdims=True)
@@ -99,7 +83,7 @@ def correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
 
 def spearman(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Spearman's rank correlation, likewise."""
-    return correlation(rankdata(x, axis=1), rankdata(y, axis=1))
+    return correlation(ranks(x), ranks(y))
 
 
 def slope(x: np.ndarray, y: np.ndarray) -> np.ndarray:
@@ -116,149 +100,3 @@ def _influence(x: np.ndarray, y: np.ndarray) -> np.ndarray:
         return np.zeros(len(x))
     x, y = (x - x.mean()) / x.std(), (y - y.mean()) / y.std()
     return x * y - (x * y).mean() / 2 * (x * x + y * y)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Control:
-    """The same statistics on quadratics with the run's own steps and noise, where L1 is zero.
-
-    Medians over the simulated runs; each interval holds the given share of them.
-    """
-
-    spearman: float
-    spearman_interval: Interval
-    exponent: float
-    exponent_interval: Interval
-    L1: float
-    L1_interval: Interval
-
-
-@np.errstate(over="ignore", invalid="ignore", divide="ignore")  # NaN where its steps make a quadratic diverge
-def control_of(
-    samples: Samples, *, quantile: float, level: float, rng: np.random.Generator
-) -> Control | None:
-    """The control of measured rows; None where hardly a step length is known or nothing curves."""
-    known = np.isfinite(samples.step_norm) & (samples.step_norm > 0)
-    if known.sum() < LEAST_ROWS or samples.smoothness[known].max() == 0:
-        return None
-    samples = samples.rows(known)
-    kept = samples.rows(evenly_spaced(len(samples), most=MOST_ROWS // _SHORTER))
-    run = _Run(
-        grad_norm=kept.grad_norm,
-        smoothness=kept.smoothness,
-        step_size=np.where(kept.clipped & np.isfinite(kept.lr), kept.lr, kept.step_size),
-        step_cap=np.where(kept.clipped, kept.step_norm, np.inf),
-        stride=max(1, min(samples.stride, MOST_ROWS // len(kept))),
-    )
-    quadratics = _Quadratics.like(run, rng)
-    noise = samples.noise[np.isfinite(samples.noise)]
-    level_of_noise = (
-        np.full(_REPLICATES, np.median(noise)) if len(noise) else quadratics.noise_level(run, rng)
-    )
-    g, ell = quadratics.descend(run, noise=level_of_noise, rng=rng)
-    log_g, log_ell = np.log(g), np.log(ell)
-    shown = {
-        "spearman": spearman(g, ell),
-        "exponent": slope(log_g, log_ell),
-        "L1": quantile_lines(g, ell, quantile=quantile)[:, 1],
-    }
-    statistics: dict[str, Any] = {name: float(np.median(values)) for name, values in shown.items()}
-    for name, values in shown.items():
-        low, high = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
-        statistics[f"{name}_interval"] = float(low), float(high)
-    return Control(**statistics)
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Run:
-    """Columns of a measured run that the control takes: one value a row, in the order of the steps."""
-
-    grad_norm: np.ndarray
-    smoothness: np.ndarray
-    step_size: np.ndarray  # length of the step over the gradient norm, had it not been clipped: lr for SGD
-    step_cap: np.ndarray  # length of the step where it was clipped, else inf
-    stride: int  # training steps from one row to the next
-
-
-@dataclass(frozen=True)
-class _Quadratics:
-    """One quadratic a replicate, each as an array of shape (replicates, dimension)."""
-
-    curvature: np.ndarray  # eigenvalues of H
-    start: np.ndarray  # components of the first gradient
-    noise: np.ndarray  # root mean square share of each direction in gradient noise of norm one
-
-    @classmethod
-    def like(cls, run: _Run, rng: np.random.Generator) -> _Quadratics:
-        """Quadratics whose gradients have the smoothness of the run's first and last parts.
-
-        The spectrum is not known from the run: the estimates bound it from inside. So each quadratic draws
-        its own ends, up to three times beyond what was seen, and its own first gradient.
-        """
-        low, high = float(run.smoothness.min()), float(run.smoothness.max())
-        tops = high * np.exp(rng.uniform(0.0, np.log(3.0), _REPLICATES))
-        plain = run.step_size[np.isinf(run.step_cap)]
-        if len(plain):
-            # Unclipped descent runs away where lr·λ > 2: a quadratic must be able to carry the run's own lr.
-            tops = np.minimum(tops, 1.9 / float(np.median(plain)))
-        bottoms = np.maximum(low, 1e-6 * high) * np.exp(-rng.uniform(0.0, np.log(3.0), _REPLICATES))
-        bottoms = np.minimum(bottoms, 0.999 * tops)
-        curvature = np.geomspace(bottoms, tops, _DIMENSION, axis=1)
-        part = max(3, len(run.smoothness) // 30)
-        first = float(np.median(run.smoothness[:part]))
-        last = float(np.median(run.smoothness[len(run.smoothness) // 2 :]))
-        start = np.array([np.sqrt(_shares(row, first, rng)) for row in curvature])
-        noise = np.array([np.sqrt(_shares(row, last, rng)) for row in curvature])
-        return cls(curvature, float(np.median(run.grad_norm[:part])) * start, noise)
-
-    def noise_level(self, run: _Run, rng: np.random.Generator) -> np.ndarray:
-        """Noise that makes the gradient norm of the second half as large as the run's, for each quadratic."""
-        half = len(run.grad_norm) // 2
-        target = float(np.median(run.grad_norm[half:]))
-        seed = int(rng.integers(2**31))
-        low, high = np.zeros(len(self.start)), np.full(len(self.start), target)
-        for _ in range(6):
-            noise = 0.5 * (low + high)
-            grad_norm, _ = self.descend(run, noise=noise, rng=np.random.default_rng(seed))
-            quiet = np.median(grad_norm[:, half:], axis=1) < target
-            low, high = np.where(quiet, noise, low), np.where(quiet, high, noise)
-        return 0.5 * (low + high)
-
-    def descend(
-        self, run: _Run, *, noise: np.ndarray, rng: np.random.Generator
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """Noisy descent with the run's own step rule; only every ``stride``-th step is recorded."""
-        mean = self.start.copy()  # H x, without noise
-        spread = noise[:, None] * self.noise
-        rows = len(run.grad_norm)
-        norms, smoothness = np.empty((2, len(mean), rows))
-        for row in range(rows):
-            for inner in range(run.stride):
-                gradient = mean + spread * rng.standard_normal(mean.shape)
-                norm = np.linalg.norm(gradient, axis=1)
-                if inner == 0:
-                    norms[:, row] = norm
-                    smoothness[:, row] = np.linalg.norm(self.curvature * gradient, axis=1) / norm
-                size = np.minimum(run.step_size[row], run.step_cap[row] / np.maximum(norm, 1e-300))
-                mean -= size[:, None] * self.curvature * gradient
-        return norms, smoothness
-
-
-def _shares(curvature: np.ndarray, smoothness: float, rng: np.random.Generator) -> np.ndarray:
-    r"""Random shares, tilted by :math:`\lambda^p` until :math:`\sqrt{\sum w\lambda^2}` is ``smoothness``."""
-    log = np.log(curvature / curvature[-1])
-    # A small shape concentrates the gradient on a few directions, a large one spreads it over all.
-    shape = np.exp(rng.uniform(np.log(0.2), np.log(20.0)))
-    drawn = np.log(np.maximum(rng.gamma(shape, size=len(curvature)), 1e-12))
-
-    def shares(power: float) -> np.ndarray:
-        weight = drawn + power * log
-        weight = np.exp(weight - weight.max())
-        return weight / weight.sum()
-
-    def excess(power: float) -> float:
-        return float(np.sqrt(shares(power) @ curvature**2)) - smoothness
-
-    if excess(-40.0) >= 0:
-        return shares(-40.0)
-    return shares(40.0) if excess(40.0) <= 0 else shares(root_scalar(excess, bracket=(-40.0, 40.0)).root)

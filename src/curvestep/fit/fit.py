@@ -18,7 +18,8 @@ import numpy as np
 from curvestep._checks import check_choice
 from curvestep.display.markup import html_table
 from curvestep.fit import fit_words as words
-from curvestep.fit.correlation import Control, Correlations, control_of, correlations_of
+from curvestep.fit.control import Control, control_of
+from curvestep.fit.correlation import Correlations, correlations_of
 from curvestep.fit.diagnostics import fit_warnings
 from curvestep.fit.frontier import envelope, frontier_points, quantile_line
 from curvestep.fit.intervals import Interval, slope_interval
@@ -188,7 +189,7 @@ def fit_smoothness(
     - ``spearman``, ``pearson`` of logarithms, ``exponent`` α of :math:`\ell \propto g^\alpha`: intervals by
       moving-block bootstrap (:func:`~curvestep.fit.intervals.block_interval`), for correlations on
       Fisher's scale :math:`\operatorname{artanh} r`.
-    - ``control``: see :mod:`curvestep.fit.correlation`.
+    - ``control``: see :mod:`curvestep.fit.control`.
     - ``within``: see :mod:`curvestep.fit.within`.
 
     The intervals are for the law that the steps of this run come from, as if it went on and on like this.
