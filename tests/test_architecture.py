@@ -13,7 +13,7 @@ from tests.density import Density, numeric_constants
 
 PACKAGE = Path(__file__).parents[1] / "src" / "curvestep"
 MOST_MODULES = 12
-MOST_LINES = 26_551
+MOST_LINES = 26_548
 MOST_LINES_A_FILE = 490
 MOST_BRANCHES = 3_119
 MOST_TERNARIES = 237

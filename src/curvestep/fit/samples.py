@@ -155,11 +155,8 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
 
 
 def _read_samples(trace: Trace, estimator: str) -> Samples:
-    norms, smoothness, late = (
-        trace.column("grad_norm"),
-        trace.column(estimator),
-        _unconverged(trace, estimator),
-    )
+    norms, smoothness = trace.column("grad_norm"), trace.column(estimator)
+    late = _unconverged(trace, estimator)
     # Beyond 1e±50, which no float32 run reaches, squares of quotients are no longer finite.
     measured = (norms >= 1 / _LARGEST) & (norms <= _LARGEST) & (smoothness >= 0) & (smoothness <= _LARGEST)
     order = np.flatnonzero(trace.ok & measured & ~late)
