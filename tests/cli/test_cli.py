@@ -104,7 +104,7 @@ WRONG = {
     "train ptb-awd-lstm --varible-bptt false": "Did you mean --variable-bptt?",
     "train ptb-awd-lstm --variable-bptt": "--variable-bptt: expected one argument",
     "train ptb-awd-lstm --scale longer": "at `scale` 'longer'. It has: laptop, epoch, paper",
-    "train ptb-lstm --learning-rate 3": "there is no option --learning-rate. Did you mean --lr? Options: ",
+    "train ptb-lstm --learning-rate 3": "there is no option --learning-rate. Did you mean --lr? See ",
     "train ptb-lstm --lr fast": "--lr: needs a number or auto, got 'fast'",
     "train ptb-lstm --batch_size x": "--batch-size: needs a whole number, got 'x'",
     "train ptb-lstm --steps 2.5": "--steps: needs a whole number, got '2.5'",

@@ -112,7 +112,7 @@ class Parser(argparse.ArgumentParser):
     def _refuse(self, name: str) -> NoReturn:
         listed = [known for known in self._option_string_actions if re.match("--(?!help)", known)]
         hint = nearest(ALIASES.get(name.lower(), name), listed)
-        raise UsageError(f"{self.prog}: there is no option {name}.{hint} Options: {', '.join(listed)}.")
+        raise UsageError(f"{self.prog}: there is no option {name}.{hint} See {self.prog} --help.")
 
 
 def read_with_recipe(
