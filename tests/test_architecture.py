@@ -13,7 +13,7 @@ from tests.density import Density, numeric_constants
 
 PACKAGE = Path(__file__).parents[1] / "src" / "curvestep"
 MOST_MODULES = 12
-MOST_LINES = 26_548
+MOST_LINES = 26_574
 MOST_LINES_A_FILE = 490
 MOST_BRANCHES = 3_119
 MOST_TERNARIES = 237
@@ -230,7 +230,7 @@ def test_no_folder_is_dense():
     assert {folder: found for folder, found in dense.items() if found > MOST_BRANCHES_PER_100} == {}
 
 
-def test_vectors_is_plainer_than_it_was():
+def test_vectors_stays_plain():
     assert density_of(["vectors"]).branches_per_100 < 29
 
 

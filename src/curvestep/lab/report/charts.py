@@ -61,7 +61,7 @@ TEMPLATE: Spec = {
 
 
 def run_charts(view: RunView) -> list[Chart]:
-    """The charts of one run, as many as its records allow, with their page_words."""
+    """The charts of one run, as many as its records allow, with their words."""
     own = [
         results.loss(view.rows, view.held_out, is_lost=view.is_lost),
         results.norm(view.rows, max_norm=view.max_norm),

@@ -19,6 +19,7 @@ from curvestep._checks import check_count, check_nonnegative
 from curvestep.fit.samples import final_loss
 from curvestep.lab.progress import Progress, error_line
 from curvestep.lab.recipes import Recipe
+from curvestep.lab.run.controls import measured_beside
 from curvestep.lab.run.devices import ignore_sigint, make_fabric, raised_by_process, run_context, stop_signal
 from curvestep.lab.run.folder import (
     DIVERGED,
@@ -36,7 +37,7 @@ from curvestep.lab.run.folder import (
     read_status,
     write_status,
 )
-from curvestep.lab.run.session import Session, measured_beside
+from curvestep.lab.run.session import Session
 from curvestep.lab.tasks import make_task
 
 if TYPE_CHECKING:

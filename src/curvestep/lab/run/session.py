@@ -1,4 +1,4 @@
-"""Everything that changes while a run trains, what measures it, and how it is saved and brought back.
+"""Everything that changes while a run trains, and how it is saved and brought back.
 
 A checkpoint holds the parameters, buffers and optimizer, the states of the random generators, the recurrent
 state, and the length that each row file had: on resume the files are cut there, so that no row is missing and
@@ -9,15 +9,11 @@ before.
 
 from __future__ import annotations
 
-import copy
 import errno
-import math
 import os
 import pickle
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,24 +23,19 @@ import torch
 from torch import Tensor, nn
 
 from curvestep._files import replace_atomically
-from curvestep.distributed import copies
 from curvestep.lab.recipe_fields import Fields
 from curvestep.lab.recipes import Recipe
 from curvestep.lab.run.devices import all_gather
 from curvestep.lab.run.folder import CHECKPOINT, METRICS, TRACE, RowFile, Run, synced_length
-from curvestep.lab.tasks import LanguageTask, Task, generator, random_cuts, seed_of
+from curvestep.lab.tasks import LanguageTask, Task, seed_of
 from curvestep.optim import ClippedSGD, NormalizedSGD
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.replay import Replay
 from curvestep.smoothness.snapshot import RandomState, map_tensors
-from curvestep.vectors import difference, global_norm
 
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-WITHOUT_DROPOUT, AUTHORS = "without dropout", "authors"  # splits of the metrics
-AUTHORS_SHARE = 0.1  # of the text, as in the paper
 VERSION = 1
 _FORMAT = "curvestep-checkpoint"
 _UNREADABLE = (pickle.UnpicklingError, zipfile.BadZipFile, zlib.error)
@@ -183,88 +174,6 @@ def make_oracle(recipe: Recipe, task: Task, model: nn.Module, fabric: Fabric) ->
     batches = list(map(fabric.to_device, task.oracle_batches(recipe.probe_data)))
     sizes = [float(target.numel()) for _, target in batches]
     return GradientOracle(partial(task.loss, model), batches, sizes=sizes, carry_state=True)
-
-
-@contextmanager
-def measured_beside(session: Session, total: int) -> Iterator[None]:
-    """Take the optimizer's step inside; where it is measured, write the rows that the recipe asks for.
-
-    Each is a row of the metrics, with the step that the trace's row has. Parameters, ``.grad`` and random
-    states are as without them.
-    """
-    task, step, probe = session.task, session.step, session.probe
-    if not probe or not probe.due or not isinstance(task, LanguageTask) or not task.recipe.probe_pieces:
-        yield
-        return
-    session.write({"step": step, "split": WITHOUT_DROPOUT, **without_dropout(session.model, probe)})
-    every = task.recipe.probe_every
-    # Measured steps that are nearest below these shares of the run.
-    if step not in (math.floor(share * total / every) * every for share in task.recipe.authors_at):
-        yield
-        return
-    here = copy.deepcopy(session.module)
-    yield
-    there = [p.detach() for p in session.module.parameters()]
-    cuts = generator(task.recipe, f"authors/cuts/{step}")
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed_of(task.recipe, f"authors/masks/{step}"))
-        found = authors_smoothness(here, there, lambda model: summed_gradient(task, model, cuts))
-    session.write({"step": step, "split": AUTHORS, **found})
-
-
-def without_dropout(model: nn.Module, probe: SmoothnessProbe) -> dict[str, float]:
-    """Loss and gradient norm on the probe's data in evaluation mode."""
-    assert probe.oracle is not None
-    model.eval()
-    try:
-        with Replay(model, probe.oracle) as replay:
-            found = replay.gradient()
-            return {"loss": float(found.loss), "grad_norm": float(global_norm(found.gradients))}
-    finally:
-        model.train()
-
-
-def summed_gradient(
-    task: LanguageTask, model: nn.Module, source: torch.Generator
-) -> tuple[list[Tensor], int]:
-    """Sum of the gradients over random pieces of a tenth of the text, and how many they are."""
-    num_rows = math.ceil(AUTHORS_SHARE * len(task.streams))
-    pieces, state = random_cuts(num_rows - 1, task.recipe.bptt, source), None
-    for start, length in pieces:
-        words, following = (task.streams[start + i : start + i + length] for i in (0, 1))
-        loss, state = task.loss(model, (words, following), state)
-        loss.backward()
-    return [p.grad for p in model.parameters() if p.grad is not None], len(pieces)
-
-
-def authors_smoothness(
-    model: nn.Module, end: Sequence[Tensor], summed: Callable[[nn.Module], tuple[list[Tensor], int]]
-) -> dict[str, float]:
-    r"""The estimate of the authors' released code, half of the step on.
-
-    .. math::
-        \hat L = \frac{\lVert \sum_j g_j(x + d/2) - \sum_i g_i(x) \rVert}{\lVert d / 2 \rVert}
-
-    Both sums are over freshly cut pieces with fresh dropout masks. Their gradient norm is divided by the
-    number of pieces, the difference is not: here ``smoothness`` is, ``smoothness_as_released`` is not.
-    ``model`` is a copy at :math:`x`, which is moved; ``end`` is :math:`x + d`.
-    """
-    model.zero_grad()
-    first, num_pieces = summed(model)
-    first = copies(first)
-    start = copies(model.parameters())
-    model.zero_grad()
-    with torch.no_grad():
-        for p, x in zip(model.parameters(), end, strict=True):
-            p.lerp_(x, 0.5)
-    second, _ = summed(model)
-    length = float(global_norm(difference(list(end), start)))
-    smoothness = float(global_norm(difference(second, first))) / (0.5 * length)
-    return {
-        "smoothness": smoothness / num_pieces,
-        "smoothness_as_released": smoothness,
-        "grad_norm": float(global_norm(first)) / num_pieces,
-    }
 
 
 def save_checkpoint(path: Path, state: Fields) -> None:

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from curvestep.lab.recipes import get_recipe
+from curvestep.lab.run.controls import AUTHORS, WITHOUT_DROPOUT, authors_smoothness
 from curvestep.lab.run.folder import Run
 from curvestep.lab.run.loop import train
-from curvestep.lab.run.session import AUTHORS, WITHOUT_DROPOUT, authors_smoothness
 from curvestep.lab.tasks import PIECE_WORDS, make_task
 from curvestep.vectors import global_norm
 from tests.lab.small import assert_same_rows, interrupt_at, write_text
