@@ -210,7 +210,7 @@ def picture(found: dict[str, dict[str, Any]], path: Path) -> None:
             panel.set_ylim(bottom=0.02)
             panel.set_title(f"{task}\nlr · $L_P$ along the step", fontsize=9)
             panel.set_xlabel("step")
-            panel.legend(fontsize=8, loc="lower left")
+            panel.legend(fontsize=8, loc="best")
         figure.savefig(path, dpi=150)
 
 
