@@ -53,6 +53,21 @@ def test_recurrent_state_is_carried_from_batch_to_batch():
     torch.testing.assert_close(first, gradients(model))
 
 
+def test_the_oracle_knows_the_precision_of_its_own_passes():
+    model, x = nn.Linear(3, 2).float(), torch.randn(4, 3, dtype=torch.float32)
+    plain = GradientOracle(lambda batch: model(batch).square().mean(), [x])
+    plain()
+    assert plain.eps == torch.finfo(torch.float32).eps
+
+    def loss_in_half(batch):
+        with torch.autocast("cpu", torch.bfloat16):
+            return model(batch).float().square().mean()
+
+    half = GradientOracle(loss_in_half, [x])
+    half()
+    assert half.eps == torch.finfo(torch.bfloat16).eps
+
+
 class State(NamedTuple):
     hidden: torch.Tensor
     steps: int

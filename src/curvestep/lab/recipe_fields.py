@@ -33,6 +33,7 @@ CHECKS: dict[str, Callable[..., object]] = {
     "activation_penalty": check_nonnegative, "temporal_penalty": check_nonnegative,
     "probe_data": partial(_check_range, low=0, high=1, words="a share of the data, at most 1"),
     "fractions": partial(_check_range, low=_ABOVE_0, high=1, words="numbers in (0, 1]"),
+    "eval_part": partial(_check_range, low=_ABOVE_0, high=1, words="a share of the data, above 0"),
     "lr_drops": partial(_check_range, low=_ABOVE_0, high=_BELOW_1, words="shares of the run in (0, 1)"),
     "authors_at": partial(_check_range, low=0, high=_BELOW_1, words="shares of the run in [0, 1)"),
     **dict.fromkeys(("batch_size", "log_every", "embedding", "hidden", "layers", "bptt"), check_count),

@@ -49,11 +49,14 @@ class Recipe(ABC):
         probe_data: Share of the training data on which the probe measures; 0 is the training batch.
         spectral_every: Measurements between two of the Hessian's operator norm; 0 measures none.
         eval_every: Steps between two evaluations on held-out data; 0 evaluates at the end only.
+        eval_part: Share of the held-out data to evaluate on before the end, in rows of a split of its own,
+            such as ``valid-part``; the end is evaluated on all of it, too.
         eval_size: Held-out tokens or images to evaluate on; 0 takes all.
         log_every: Steps after which the mean loss is fetched from the device and written; an evaluation does
             so too.
         diverged_above: The run counts as diverged once the loss exceeds this multiple of the first one.
-        precision: Precision of Lightning Fabric.
+        precision: ``32-true``, ``64-true``, or ``bf16-mixed``: training passes in bfloat16 autocast,
+            parameters, measurements and evaluations in float32.
     """
 
     task = ""  # ``language`` or ``images``; a fact of the class, no field
@@ -77,9 +80,10 @@ class Recipe(ABC):
     spectral_every: int = 0
     eval_every: int = 0
     eval_size: int = 0
+    eval_part: float = 1.0
     log_every: int = 1
     diverged_above: float = 3.0
-    precision: Literal["32-true", "64-true"] = "32-true"
+    precision: Literal["32-true", "64-true", "bf16-mixed"] = "32-true"
 
     def __post_init__(self) -> None:
         for name, hint in get_type_hints(type(self)).items():
@@ -273,7 +277,7 @@ _AWD_LSTM_PAPER = LanguageRecipe(
 # Its first epoch, measured on five short pieces instead of a tenth of the text.
 _AWD_LSTM_EPOCH = replace(
     _AWD_LSTM_PAPER, scale="epoch", epochs=1, probe_every=5, probe_pieces=5,
-    fractions=(0.05, 0.15, 0.5, 1.0), eval_every=0,
+    fractions=(0.05, 0.15, 0.5, 1.0), eval_every=50, eval_part=0.2,
 )  # fmt: skip
 _AWD_LSTM = replace(
     _AWD_LSTM_PAPER, scale="laptop", hidden=200, embedding=128, layers=3, bptt=35, epochs=0, steps=300,
@@ -285,7 +289,8 @@ _RESNET20 = ImageRecipe(
 )  # fmt: skip
 _RESNET20_PAPER = replace(
     _RESNET20, scale="paper", images="cifar10", steps=0, epochs=200, lr_drops=(0.5, 0.75),
-    probe_every=195, probe_data=0.01, eval_every=390, log_every=10,
+    probe_every=195, probe_data=0.01, fractions=(0.1, 0.5, 1.0), eval_every=390, log_every=10,
+    precision="bf16-mixed",
 )  # fmt: skip
 # Ten epochs of the 10,000 images, measured past the first one.
 _RESNET20_LONGER = replace(

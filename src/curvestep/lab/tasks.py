@@ -168,9 +168,15 @@ class LanguageTask:
         return loss, detach_state(state)
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str, device: torch.device) -> dict[str, float]:
-        """Mean cross-entropy over the split, or over its first ``eval_size`` words, and its exponential."""
+    def evaluate(
+        self, model: nn.Module, split: str, device: torch.device, *, share: float = 1.0
+    ) -> dict[str, float]:
+        """Mean cross-entropy over the split, or its first ``eval_size`` words, and its exponential.
+
+        A ``share`` below 1 takes that part of these words, the first.
+        """
         tokens = self._held_out(split)
+        tokens = tokens[: max(2, math.ceil(share * len(tokens)))]
         streams = batchify(tokens, min(EVAL_STREAMS, len(tokens) // 2)).to(device)
         total, state = 0.0, None
         for start in range(0, len(streams) - 1, self.recipe.bptt):
@@ -270,9 +276,11 @@ class ImageTask:
         return F.cross_entropy(model(x), y), None
 
     @torch.no_grad()
-    def evaluate(self, model: nn.Module, split: str, device: torch.device) -> dict[str, float]:
-        """Mean cross-entropy and accuracy in per cent on the test images."""
-        size = self.recipe.eval_size or None
+    def evaluate(
+        self, model: nn.Module, split: str, device: torch.device, *, share: float = 1.0
+    ) -> dict[str, float]:
+        """Mean cross-entropy and accuracy in per cent on the test images, or the first ``share`` of them."""
+        size = math.ceil(share * (self.recipe.eval_size or len(self.images.test_y)))
         images, classes = self.images.test_x[:size], self.images.test_y[:size]
         total, right = 0.0, 0
         for some, y in zip(images.split(EVAL_IMAGES), classes.to(device).split(EVAL_IMAGES), strict=True):

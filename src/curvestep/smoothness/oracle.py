@@ -11,7 +11,12 @@ from torch import Tensor, nn
 
 from curvestep._checks import check_positive
 from curvestep.distributed import is_sharded, over_ranks
-from curvestep.smoothness.determinism import NonDeterministicError, check_repeatable, leaves
+from curvestep.smoothness.determinism import (
+    NonDeterministicError,
+    check_repeatable,
+    computed_precision,
+    leaves,
+)
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.replay import Gradients, Replay, checked_loss
 from curvestep.smoothness.snapshot import detach_state
@@ -56,6 +61,7 @@ class GradientOracle:
         self.loss_of_batch = loss_of_batch
         self.batches = list(batches)
         self.carry_state = carry_state
+        self.eps = 0.0  # relative precision of the coarsest dtype that its losses were computed in
         if not self.batches:
             raise ValueError("`batches` must hold at least one batch, got none.")
         self.sizes = list(map(batch_length, self.batches) if sizes is None else sizes)
@@ -76,6 +82,7 @@ class GradientOracle:
             else:
                 loss = self.loss_of_batch(batch)
             part = checked_loss(loss, "loss_of_batch") * (size / total)
+            self.eps = max(self.eps, computed_precision(part))
             if part.requires_grad:
                 part.backward()
             mean = mean + part.detach().to(mean.device, torch.float64)

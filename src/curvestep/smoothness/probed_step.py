@@ -153,7 +153,9 @@ class ProbedStep:
         assert start is not None
         assert steps is not None
         self._check_inputs(steps)
-        eps = max(precision(setup.parameters), self.record.eps, setup.test.eps)
+        # An oracle's passes may have another precision than training's.
+        computed_in = max(self.record.eps, setup.test.eps) if setup.oracle is None else setup.oracle.eps
+        eps = max(precision(setup.parameters), computed_in)
         self.row |= self._batch_size()
         self.row |= norms_part(start, setup.parameters, setup.groups)
         self.row |= {"eps": eps, **self._optimizer_part(start, steps), **self._spikes_part(steps)}

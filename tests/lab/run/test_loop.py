@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 
+from curvestep.lab.data.corpus import load_corpus
 from curvestep.lab.recipes import get_recipe, with_fields
 from curvestep.lab.run.folder import Run, find_runs, locked
 from curvestep.lab.run.loop import train
@@ -300,6 +301,36 @@ def test_evaluations_come_at_their_steps_whatever_the_steps_of_the_rows(tmp_path
         "valid": [3, 6, 9, 12],
         "test": [12],
     }
+
+
+def test_a_part_of_the_held_out_data_is_evaluated_on_the_way_and_all_of_it_at_the_end(tmp_path):
+    recipe = small_language(tmp_path, steps=8, eval_every=4, probe_every=0)
+    train(recipe, tmp_path / "whole", **quiet)
+    train(with_fields(recipe, eval_part=0.25), tmp_path / "part", **quiet)
+    whole, part = Run.load(tmp_path / "whole"), Run.load(tmp_path / "part")
+    assert part.rows("valid") == whole.rows("valid")[-1:]
+    assert part.rows("test") == whole.rows("test")
+    assert part.column("loss", "valid-part")[0].tolist() == [4, 8]
+    size = math.ceil(0.25 * len(load_corpus(recipe.corpus).valid))
+    fewer = train(with_fields(recipe, eval_size=size), tmp_path / "fewer", **quiet)
+    assert part.rows("valid-part")[-1]["loss"] == fewer.metrics["valid"]["loss"]
+    assert part.rows() == whole.rows()
+
+
+def test_mixed_precision_measures_and_evaluates_in_float32_and_resumes_bit_for_bit(tmp_path):
+    recipe = small_images(precision="bf16-mixed", steps=6, eval_every=3, probe_data=0.1)
+    train(recipe, tmp_path / "whole", **quiet)
+    interrupt_at(3, recipe, tmp_path / "stopped")
+    train(recipe, tmp_path / "stopped", resume=True, **quiet)
+    assert_same_rows(tmp_path / "stopped", tmp_path / "whole")
+    train(with_fields(recipe, precision="32-true"), tmp_path / "float32", **quiet)
+    mixed, plain = Run.load(tmp_path / "whole"), Run.load(tmp_path / "float32")
+    assert mixed.trace[0]["eps"] == plain.trace[0]["eps"] < 1e-6
+    # The first measurement of both starts from the same parameters: equal in float32, not in bfloat16.
+    assert mixed.trace[0]["grad_norm"] == plain.trace[0]["grad_norm"]
+    losses = [run.column("loss")[1][0] for run in (mixed, plain)]
+    assert losses[0] != losses[1]
+    assert losses[0] == pytest.approx(losses[1], rel=0.02)
 
 
 def test_a_row_is_the_mean_loss_since_the_row_before(tmp_path):

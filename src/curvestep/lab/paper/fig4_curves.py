@@ -159,6 +159,7 @@ def _all_runs(scale: str) -> list[Planned]:
     return [
         *legend.runs_of(scale, [*short, *legend.IMAGES, *legend.IMAGES_WITH_DROPS]),
         *legend.long_runs(scale),
+        *legend.float32_runs(scale),
         *legend.run_again(scale, legend.CALIBRATED, calibrated=True, probe_every=0, eval_every=0),
     ]
 

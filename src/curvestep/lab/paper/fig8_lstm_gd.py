@@ -12,7 +12,7 @@ from curvestep.display.chart import GRADIENT
 from curvestep.display.results import on_common_steps, running_mean
 from curvestep.lab.paper.fig1_scatter import scatter_chart
 from curvestep.lab.paper.fig4_curves import Curve, curve_chart, loss_chart
-from curvestep.lab.paper.legend import BY_HAND, LANGUAGE, colour_of, described, lettered, runs_of
+from curvestep.lab.paper.legend import LANGUAGE, colour_of, described, lettered, runs_of
 from curvestep.lab.paper.plan import PaperFigure, Planned
 from curvestep.lab.paper.verdicts.statistics import measured
 from curvestep.lab.recipes import get_recipe
@@ -59,7 +59,7 @@ def lstm_gd(*sides: Sequence[Run], title: str = "GD against clipped GD on the 2-
 def two_layer_settings(scale: str) -> tuple[str, str]:
     """GD and clipped GD on the two-layer LSTM; at larger scales the legend's names are AWD-LSTM's."""
     at_size = "lstm-lr2", "lstm-lr10clip0.25"
-    return {"laptop": SETTINGS, "longer": (SETTINGS[0], BY_HAND)}.get(scale, at_size)
+    return at_size if scale == "paper" else SETTINGS
 
 
 def two_layer_runs(scale: str) -> list[Planned]:

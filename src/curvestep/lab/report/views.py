@@ -34,7 +34,7 @@ from curvestep.steps import clip_norms
 # Fields of a recipe that do not decide how a run trains, or, the seed, by chance only.
 NOT_SETTINGS = (
     "name", "scale", "seed", "probe_every", "probe_from", "fractions", "probe_data", "eval_every",
-    "eval_size", "log_every",
+    "eval_size", "eval_part", "log_every",
 )  # fmt: skip
 NOT_MEASURED, NOT_JUDGED, DAMAGED = "not-measured", "not-judged", "damaged"  # kinds of notes
 FACTS = ("data", "num_parameters", "seconds", "message")  # of a run's status, for the page

@@ -44,7 +44,9 @@ def make_fabric(recipe: Recipe, *, devices: int = 1) -> Fabric:
         raise ValueError(f"`devices` must be at most the {most} {what}, got {devices}.")
     part_of_batch(recipe, 0, devices)  # which checks that they divide it
     strategy = LocalProcesses() if devices > 1 else "auto"
-    return Fabric(accelerator=accelerator, devices=devices, strategy=strategy, precision=recipe.precision)
+    # Of mixed precision the session takes care: measurements and evaluations are in float32.
+    precision = "64-true" if recipe.precision == "64-true" else "32-true"
+    return Fabric(accelerator=accelerator, devices=devices, strategy=strategy, precision=precision)
 
 
 def raised_by_process(error: ProcessRaisedException) -> Exception:

@@ -7,7 +7,8 @@ of the recipe and the data; only there are times kept. ``.lock`` is locked by th
 
 Rows of ``metrics.jsonl``: ``{"step": 1, "split": "train", "loss": ..., "grad_norm": ..., "coefficient": ...,
 "lr": ...}`` after each step, and ``{"step": 300, "split": "valid", "loss": ..., "perplexity": ...}`` (or
-``accuracy``, in per cent) after an evaluation. ``step`` counts the steps taken.
+``accuracy``, in per cent) after an evaluation; on a part of the data the split is ``valid-part``. ``step``
+counts the steps taken.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ TRACE = "trace.jsonl"
 CHECKPOINT = "checkpoint.pt"
 STATUS = "status.json"
 LOCK = ".lock"
+PART = "-part"  # ends the split of rows from a part of the held-out data
 
 RUNNING, FINISHED, DIVERGED = "running", "finished", "diverged"
 INTERRUPTED, FAILED = "interrupted", "failed"

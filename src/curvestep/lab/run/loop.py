@@ -27,6 +27,7 @@ from curvestep.lab.run.folder import (
     FAILED,
     FINISHED,
     INTERRUPTED,
+    PART,
     RUNNING,
     Run,
     RunResult,
@@ -173,9 +174,9 @@ def _loop(
             group["lr"] = recipe.lr * 0.1**drops * task.lr_factor(step)
 
         def loss_of_batch(batch: Any = batch, state: Any = state) -> torch.Tensor:
-            return task.loss(model, batch, state)[0]
+            return session.loss(batch, state)[0]
 
-        loss, session.state = task.loss(model, batch, state)
+        loss, session.state = session.loss(batch, state)
         fabric.backward(loss)
         size = batch[1].numel() * fabric.world_size
         measuring = probe(loss_of_batch, loss=loss, batch_size=size) if probe else nullcontext()
@@ -197,9 +198,9 @@ def _loop(
         if reason:
             return DIVERGED, reason
         if evaluating:
-            _evaluate(session, task.splits[:1])
+            _evaluate(session, task.splits[:1], recipe.eval_part)
         if over:
-            _evaluate(session, task.splits[1:])
+            _evaluate(session, task.splits if recipe.eval_part < 1 else task.splits[1:])
         # All processes stop, or save, at the same step.
         stopping, saving = (
             fabric.strategy.reduce_boolean_decision(wish, all=False)
@@ -243,12 +244,13 @@ def _record(session: Session, loss: torch.Tensor, progress: Progress) -> str:
     return ""
 
 
-def _evaluate(session: Session, splits: tuple[str, ...]) -> None:
-    """Write a row for each split."""
+def _evaluate(session: Session, splits: tuple[str, ...], share: float = 1.0) -> None:
+    """Write a row for each split, evaluated on this share of it."""
     session.model.eval()
     for split in splits:
-        values = session.task.evaluate(session.model, split, session.fabric.device)
-        session.write({"step": session.step, "split": split, **values})
+        values = session.task.evaluate(session.model, split, session.fabric.device, share=share)
+        name = split if share == 1 else f"{split}{PART}"
+        session.write({"step": session.step, "split": name, **values})
     session.model.train()
 
 

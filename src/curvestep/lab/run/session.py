@@ -79,6 +79,12 @@ class Session:
         if saved:
             self._restore(saved)
 
+    def loss(self, batch: Any, state: Any) -> tuple[Tensor, Any]:
+        """The training loss of a batch and the state after it, in the recipe's precision."""
+        mixed = self.run.recipe.precision == "bf16-mixed"
+        with torch.autocast(self.fabric.device.type, torch.bfloat16, enabled=mixed):
+            return self.task.loss(self.model, batch, state)
+
     def save(self) -> None:
         """Replace the checkpoint by what is true now."""
         gathered = {
