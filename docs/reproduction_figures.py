@@ -24,11 +24,12 @@ import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from curvestep._files import dump_json
 from curvestep.fit.samples import final_loss
 from curvestep.lab.paper.legend import length_words, missing_words
-from curvestep.lab.paper.plan import KEPT, KEPT_CLAIMS, ORIGIN, Results, load_kept
+from curvestep.lab.paper.plan import KEPT, KEPT_CLAIMS, ORIGIN, KeptRuns, Results, load_kept
 from curvestep.lab.paper.reproduction import draw_all, make_plan
 from curvestep.lab.paper.verdicts.claims import (
     Claim,
@@ -40,7 +41,13 @@ from curvestep.lab.paper.verdicts.claims import (
     tally,
 )
 from curvestep.lab.paper.verdicts.statements import make_claims
-from curvestep.lab.paper.verdicts.statistics import clipped_share, correlation, exponent, spread
+from curvestep.lab.paper.verdicts.statistics import (
+    as_correlation,
+    clipped_share,
+    correlations,
+    exponent,
+    spread,
+)
 from curvestep.lab.run.folder import CONFIG, METRICS, STATUS, TRACE, Run, has_ended, write_json
 
 DOCS = Path(__file__).parent
@@ -166,7 +173,8 @@ def runs_table(results: Results) -> str:
 def _measured_cells(runs: list[Run]) -> list[str]:
     """Rows, correlation and exponent of runs; empty where they were not measured or are too short."""
     try:
-        return [str(len(runs[0].trace)), str(spread(runs, correlation)), str(spread(runs, exponent))]
+        z = correlations(runs)
+        return [str(len(runs[0].trace)), as_correlation(z), str(spread(runs, exponent))]
     except (ValueError, FileNotFoundError):
         return ["", "", ""]
 
@@ -191,31 +199,34 @@ def fill(page: Path, **parts: str) -> None:
     page.write_text(text, encoding="utf-8")
 
 
-def write_results(page: Page) -> list[Claim]:
-    """Draw the figures of a page anew and fill its tables; its claims."""
-    with tempfile.TemporaryDirectory() as folder:
-        plan = make_plan(page.scale)
-        if page.scale != "laptop":  # what needs no training is the same at every scale
-            trained = tuple(figure for figure in plan.figures if any(figure.runs(page.scale)))
-            plan = replace(plan, figures=trained)
-        kept = load_kept(plan, page.archives, Path(folder))
-        results = kept.results
-        for figure in plan.figures:
-            figure.experiment(results.folder, False)
-        drawn = draw_all(results, progress=False, folder=results.folder)
-        for line in (*kept.damaged, *drawn.failures):
-            print(line)
-        shown = []
-        for old in IMAGES.glob(f"{page.name}-*.png"):
-            old.unlink()
-        for picture in [entry for entry in drawn.entries if entry["name"] in page.pictures]:
-            name = f"{page.name}-{picture['name'].replace('_', '-')}.png"
-            shutil.copy(results.folder / picture["png"], IMAGES / name)
-            shown.append(f"![{picture['title']}](images/{name})")
-        found = f"{kept.about} {missing_words(plan.runs, results.runs)}".rstrip()
-        file = DOCS / "results" / f"{page.name}.md"
-        fill(file, found=found, runs=runs_table(results), figures="\n\n".join(shown))
-        return make_claims(results)
+def load_page(page: Page, folder: Path) -> KeptRuns:
+    """The kept runs of a page, with the results of what needs no training."""
+    plan = make_plan(page.scale)
+    if page.scale != "laptop":  # what needs no training is the same at every scale
+        trained = tuple(figure for figure in plan.figures if any(figure.runs(page.scale)))
+        plan = replace(plan, figures=trained)
+    kept = load_kept(plan, page.archives, folder)
+    for figure in plan.figures:
+        figure.experiment(folder, False)
+    return kept
+
+
+def write_results(page: Page, kept: KeptRuns) -> None:
+    """Draw the figures of a page anew and fill its tables."""
+    results = kept.results
+    drawn = draw_all(results, progress=False, folder=results.folder)
+    for line in (*kept.damaged, *drawn.failures):
+        print(line)
+    for old in IMAGES.glob(f"{page.name}-*.png"):
+        old.unlink()
+    shown = []
+    for picture in [entry for entry in drawn.entries if entry["name"] in page.pictures]:
+        name = f"{page.name}-{picture['name'].replace('_', '-')}.png"
+        shutil.copy(results.folder / picture["png"], IMAGES / name)
+        shown.append(f"![{picture['title']}](images/{name})")
+    found = f"{kept.about} {missing_words(results.plan.runs, results.runs)}".rstrip()
+    runs = runs_table(results) if results.runs else ""
+    fill(DOCS / "results" / f"{page.name}.md", found=found, runs=runs, figures="\n\n".join(shown))
 
 
 def write_claims_pages(by_scale: dict[str, list[Claim]]) -> None:
@@ -237,17 +248,28 @@ def main(arguments: Iterable[str] | None = None) -> None:
     parser.add_argument("--commit", help="that made the runs, as in their clone's `git log`")
     given = vars(parser.parse_args(None if arguments is None else list(arguments)))
     claims: dict[str, list[Claim]] = {}
-    for page in PAGES:
-        if given[page.scale]:
-            if not given["commit"]:
-                parser.error(f"--{page.scale} needs --commit, the commit that made these runs")
-            how = {"commit": given["commit"], "unended": given["unended"]}
-            packed = pack_runs(given[page.scale], page.archives, **how)
-            print(f"{page.name}: kept {', '.join(packed) or 'no run: none has ended'}")
-        if any(page.archives.glob("*.tar.xz")):
-            claims[page.scale] = write_results(page)
+    loaded: dict[str, Results] = {}
+    with tempfile.TemporaryDirectory() as folder:
+        for page in PAGES:
+            take_over(page, given, parser)
+            kept = load_page(page, Path(folder) / page.scale)
+            loaded[page.scale] = kept.results
+            kept.results.at = loaded
+            write_results(page, kept)
+            claims[page.scale] = make_claims(kept.results, trained=page.scale != "laptop")
             print(f"{page.name}: drawn anew")
     write_claims_pages(claims)
+
+
+def take_over(page: Page, given: dict[str, Any], parser: argparse.ArgumentParser) -> None:
+    """Pack the runs of the folder that is given for a page, if one is."""
+    if not given[page.scale]:
+        return
+    if not given["commit"]:
+        parser.error(f"--{page.scale} needs --commit, the commit that made these runs")
+    how = {"commit": given["commit"], "unended": given["unended"]}
+    packed = pack_runs(given[page.scale], page.archives, **how)
+    print(f"{page.name}: kept {', '.join(packed) or 'no run: none has ended'}")
 
 
 if __name__ == "__main__":

@@ -2,7 +2,9 @@
 
 import json
 import math
+from collections import Counter
 
+import numpy as np
 import pytest
 
 from curvestep.lab.paper.verdicts.claims import (
@@ -30,6 +32,7 @@ ABOVE, BELOW, ACROSS = (
 
 def claim(verdict, *, name="one", kind=PAPER, scale="laptop", paper="It grows.", sentence="It is 2."):
     about = {"name": name, "kind": kind, "source": "Figure 2", "paper": paper, "scale": scale}
+    about["decides"] = "longer"
     return Claim(verdict=verdict, sentence=sentence, numbers={"exponent": "2 [1, 3]"}, **about)
 
 
@@ -49,13 +52,35 @@ def claim(verdict, *, name="one", kind=PAPER, scale="laptop", paper="It grows.",
     ],
 )
 def test_a_verdict_is_where_the_intervals_lie(plain, strong, verdict):
-    assert decide(plain, *strong, at_size=True) == verdict
-    small = OPEN if verdict == NOT_REPRODUCED else verdict
-    assert decide(plain, *strong, at_size=False) == small
+    assert decide(plain, *strong) == verdict
 
 
 def test_a_spread_of_one_seed_promises_nothing():
     assert Spread(values=(1.0,)).interval == (-math.inf, math.inf)
+
+
+@pytest.mark.parametrize(("value", "verdict"), [(0.7, REPRODUCED), (0.5, OPEN), (-0.7, NOT_REPRODUCED)])
+def test_one_seed_decides_beyond_three_deviations_in_both_directions(value, verdict):
+    assert decide(Spread(values=(value,), deviation=0.2)) == verdict
+
+
+@pytest.mark.parametrize("count", [3, 10])
+def test_so_many_seeds_as_are_said_to_decide_do(count):
+    values = (0.3, 1.0, -0.1) * count
+    needed = Spread(values=values).seeds_to_decide()
+    rng = np.random.default_rng(0)
+    more = rng.standard_normal(needed)
+    more = (more - more.mean()) / more.std(ddof=1) * np.std(values, ddof=1) + np.mean(values)
+    assert decide(Spread(values=tuple(more))) == REPRODUCED
+    assert decide(Spread(values=tuple(more[: needed // 2]))) != NOT_REPRODUCED
+    assert Spread(values=(0.01, -0.01, 0.0)).seeds_to_decide() == 0
+
+
+def test_a_rule_without_effect_is_rarely_called_reproduced_or_not():
+    rng = np.random.default_rng(1)
+    verdicts = Counter(decide(Spread(values=tuple(row))) for row in rng.standard_normal((4000, 3)))
+    assert verdicts[REPRODUCED] / 4000 == pytest.approx(0.05, abs=0.012)
+    assert verdicts[NOT_REPRODUCED] / 4000 == pytest.approx(0.05, abs=0.012)
 
 
 def test_a_spread_with_an_infinite_value_has_no_interval():
@@ -70,12 +95,13 @@ def test_a_negative_factor_swaps_the_doubt():
     assert (turned.values, turned.doubt) == ((-2.0, -6.0), (0.8, 0.2))
 
 
-def test_the_largest_scale_that_tested_a_claim_decides_it():
-    laptop = [claim(OPEN), claim(REPRODUCED, name="two")]
-    longer = [claim(REPRODUCED, scale="longer"), claim(NOT_TESTED, name="two", scale="longer")]
+def test_one_scale_decides_and_the_others_stand_beside_it():
+    laptop = [claim(REPRODUCED), claim(REPRODUCED, name="two")]
+    longer = [claim(OPEN, scale="longer"), claim(NOT_TESTED, name="two", scale="longer")]
     rows = decided({"laptop": laptop, "longer": longer})
-    assert [(row.verdict, row.scale) for row in rows] == [(REPRODUCED, "longer"), (REPRODUCED, "laptop")]
-    assert rows[0].beside == {"laptop": "open: It is 2."}
+    assert [(row.verdict, row.scale) for row in rows] == [(OPEN, "longer"), (NOT_TESTED, "longer")]
+    assert rows[0].beside == {"laptop": "It is 2."}
+    assert [row.verdict for row in decided({"laptop": laptop})] == [NOT_TESTED, NOT_TESTED]
 
 
 def test_only_the_papers_claims_are_counted():

@@ -6,6 +6,7 @@ own, as in the paper. Above it stands the correlation of logs, the mean over the
 
 from __future__ import annotations
 
+import math
 import textwrap
 from collections.abc import Callable, Sequence
 from itertools import chain
@@ -17,7 +18,7 @@ from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
 from curvestep.lab.paper import legend
 from curvestep.lab.paper.plan import PaperFigure, Results
 from curvestep.lab.paper.verdicts.claims import MissingRuns
-from curvestep.lab.paper.verdicts.statistics import correlation, measured, spread
+from curvestep.lab.paper.verdicts.statistics import correlations, measured
 from curvestep.lab.run.folder import Run
 
 ROOM = 1.05  # a linear axis ends this far beyond its largest point
@@ -54,7 +55,7 @@ def scatter_chart(runs: Sequence[Run], *, log: bool = True) -> Chart:
 
 def _correlation_words(runs: Sequence[Run]) -> str:
     try:
-        return f"\ncorrelation of logs {spread(runs, correlation).mean:.2f}"
+        return f"\ncorrelation of logs {math.tanh(correlations(runs).mean):.2f}"
     except MissingRuns:
         return ""
 
@@ -114,6 +115,7 @@ FIG5 = PaperFigure(
     runs=lambda scale: [
         *legend.runs_of(scale, [legend.BY_HAND]),
         *legend.run_again(scale, legend.LONG, steps=600, probe_every=10),
+        *legend.long_measured_runs(scale),
     ],
     title="Figure 5: figure 1 on linear axes, and more iterations",
     caption="(a) is figure 1 on linear axes. (b) is the same setting for more iterations, if run.",

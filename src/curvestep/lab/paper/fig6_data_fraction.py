@@ -50,7 +50,7 @@ def data_fraction(part: Run, whole: Run, *, title: str) -> Figure:
         ends = np.array([found.whole.min(), found.whole.max()])
         equal = Series("equal", ends, ends, colour="soft", weight=THIN)
         axes = Axis(f"from {names[1]}", log=True), Axis(f"from {names[0]}", log=True)
-        words = f"correlation of logs {found.correlation:.3f}, median ratio {found.ratio:.3f}"
+        words = f"agreement of logs {found.correlation:.3f}, median ratio {found.ratio:.3f}"
         below.append(Chart("against", f"{quantity} from both", *axes, (points, equal), words=words))
     return legend.described([*legend.lettered(above), *below], [part, whole], title=title)
 

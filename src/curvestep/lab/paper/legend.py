@@ -190,6 +190,14 @@ def float32_runs(scale: str) -> list[Planned]:
     ]
 
 
+def long_measured_runs(scale: str) -> list[Planned]:
+    """Ten epochs of the paper's AWD-LSTM, measured every 50 steps; figure 5(b) has 200."""
+    if scale != "epoch":
+        return []
+    fields: dict[str, Any] = {"epochs": 10, "probe_every": 50, "eval_every": 684, "authors_at": ()}
+    return [Planned(LONG, with_fields(recipe_of(BY_HAND, scale, EPOCH[0]), **fields))]
+
+
 def run_again(scale: str, setting: str, *, calibrated: bool = False, **fields: Any) -> list[Planned]:
     """At laptop scale the first setting once more, on the seed that is shown, with other fields."""
     if scale != "laptop":

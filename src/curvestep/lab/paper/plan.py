@@ -7,7 +7,6 @@ Nothing is trained to draw a figure from them.
 
 from __future__ import annotations
 
-import copy
 import lzma
 import shutil
 import tarfile
@@ -126,6 +125,7 @@ class Results:
     def __init__(self, plan: Plan, folder: Path) -> None:
         self.plan = plan
         self.folder = folder
+        self.at: dict[str, Results] = {plan.scale: self}  # those of other scales that are loaded, too
         self._runs: dict[str, Run] = {}
         for planned in plan.runs:
             path = folder / "runs" / planned.path
@@ -141,20 +141,29 @@ class Results:
         """The runs that are there for a figure."""
         return [self._runs[run.name] for run in figure.runs(self.plan.scale) if run.name in self._runs]
 
-    def so_far(self) -> Results:
-        """The same runs, with a plan that has no others."""
-        part = copy.copy(self)
-        there = tuple(run for run in self.plan.runs if run.name in self._runs)
-        part.plan = replace(self.plan, runs=there)
-        return part
+    def nearest(self) -> list[Results]:
+        """Results of the smaller scales that are loaded, the nearest first."""
+        smaller = SCALES[: SCALES.index(self.plan.scale)]
+        return [self.at[scale] for scale in reversed(smaller) if scale in self.at]
 
     def of(self, setting: str) -> list[Run]:
         """Runs of a setting by seed: all of them, ended, or an error that names the setting."""
-        runs = [run for run in self.shown(setting) if run.has_ended]
-        planned = len(self.plan.of(setting))
-        if len(runs) < planned:
-            raise MissingRuns(f"{setting}: {len(runs)} of {planned} runs have ended")
-        return runs
+        self.require(setting)
+        return [self._runs[run.name] for run in self.plan.of(setting)]
+
+    def require(self, *settings: str) -> None:
+        """An error unless every planned run of these settings has ended."""
+        missing = []
+        for setting in settings:
+            planned = self.plan.of(setting)
+            if not planned:
+                raise NotPlanned(f"the plan has no run of {setting}")
+            missing += [run for run in planned if not self._has_ended(run)]
+        if missing:
+            raise MissingRuns(f"not ended: {', '.join(run.name for run in missing)}", missing)
+
+    def _has_ended(self, planned: Planned) -> bool:
+        return planned.name in self._runs and self._runs[planned.name].has_ended
 
     def there(self, settings: Iterable[str]) -> list[str]:
         """Those of the settings that have a run, to be drawn; an error if none has."""
@@ -174,10 +183,14 @@ class Results:
 
     def paired(self, one: str, other: str) -> tuple[list[Run], list[Run]]:
         """Finished runs of two settings, with the seeds that both have."""
-        left, right = self.all_finished(one), self.all_finished(other)
+        self.require(one, other)
+        left = self.all_finished(one)
+        right = self.all_finished(other)
         seeds = {run.recipe.seed for run in left} & {run.recipe.seed for run in right}
-        first, second = ([run for run in runs if run.recipe.seed in seeds] for runs in (left, right))
-        return first, second
+        return (
+            [run for run in left if run.recipe.seed in seeds],
+            [run for run in right if run.recipe.seed in seeds],
+        )
 
     def all_finished(self, setting: str) -> list[Run]:
         """Runs of a setting by seed; an error if one of them diverged."""

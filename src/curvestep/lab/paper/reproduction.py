@@ -129,7 +129,10 @@ def reproduce(
     results = Results(plan, folder)
     drawn = draw_all(results, progress=progress, folder=folder)
     images = {entry["figure"]: folder / entry["png"] for entry in reversed(drawn.entries)}  # of two the first
-    claims = make_claims(results)
+    with tempfile.TemporaryDirectory() as place:
+        if plan.scale != "laptop":  # one seed may be judged by the spread at a smaller scale
+            results.at |= load_smaller(plan, Path(place))
+        claims = make_claims(results)
     notes = [f"Trained here: scale {plan.scale}."]
     if plan.scale == "laptop":
         kept = kept_claims({claim.name for claim in claims})
@@ -155,6 +158,15 @@ def reproduce(
     if progress:
         print(as_markdown(claims, data=sources, notes=notes), flush=True)
     return result
+
+
+def load_smaller(plan: Plan, folder: Path) -> dict[str, Results]:
+    """The kept runs of the scales below that of a plan, for its figures."""
+    names = [figure.name for figure in plan.figures]
+    smaller = [scale for scale in SCALES[: SCALES.index(plan.scale)] if (KEPT / scale).is_dir()]
+    return {
+        scale: load_kept(make_plan(scale, names), KEPT / scale, folder / scale).results for scale in smaller
+    }
 
 
 def cost_table(plan: Plan) -> str:

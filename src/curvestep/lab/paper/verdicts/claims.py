@@ -1,19 +1,9 @@
 """Claims of the paper: five verdicts, the one rule that decides between them, and the table.
 
-THE PROTOCOL, fixed before a run at the scale ``epoch`` was looked at. One statistic a claim, in the paper's
-own word, the same at every scale; its claim stands in ``statements.py``, the statistic in ``judges.py``. The
-numbers of ``laptop`` and ``longer`` were known when its limits were chosen: there they are no blind test.
-
-1. Take the statistic seed by seed, two settings with the same start and batches, and form the mean over the
-   seeds with its 90 % interval (Student's t).
-2. A claim is put as margins that it says are positive: first its plain form ("weaker"), then what makes it
-   strong ("much weaker"). *Reproduced*: every interval lies above zero. *In part*: the first one does.
-   *Not reproduced*: the first lies below zero, or reaches across it while a strong one lies below. *Open*:
-   anything else; one seed decides nothing.
-3. *Not reproduced* needs the paper's model, data and length, or a claim about any network: at a smaller scale
-   it is *open*, not seen there. Where nothing was run it is *not tested here*.
-4. The largest scale whose runs decide, decides; the others stand beside it. A scale decides once all of its
-   planned seeds have ended, not before.
+THE RULE was written, with every statistic and margin, before the runs that it judges were looked at: it is
+``docs/results/rule.md``. A claim is put as margins that it says are positive: first its plain form
+("weaker"), then what makes it strong ("much weaker"). Margins are taken seed by seed; their mean has a 90 %
+interval. One scale decides a claim, the one with the paper's own model and data; the others stand beside it.
 
 Apart from the paper's claims stand *errata*, where its arithmetic or a printed theorem is wrong, and *our
 additions*. The count at the top is over the paper's claims alone.
@@ -22,16 +12,19 @@ additions*. The count at the top is over the paper's claims alone.
 from __future__ import annotations
 
 import math
-import operator
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 from scipy import stats
 
 from curvestep.lab.run.folder import write_json
+
+if TYPE_CHECKING:
+    from curvestep.lab.paper.plan import Planned
 
 REPRODUCED, IN_PART, NOT_REPRODUCED = "reproduced", "in part", "not reproduced"
 OPEN, NOT_TESTED = "open", "not tested here"
@@ -46,40 +39,21 @@ HEADINGS = {
 }
 _VERBS = {IN_PART: ("holds", "hold")}  # of one claim, of several; others are, or are not
 CONFIDENCE = 0.9
+ONE_SEED = 3.0  # standard deviations by which the margin of a single seed must clear zero
+MOST_SEEDS = 1000  # beyond which no number of seeds is named that would decide
 CLAIMS_JSON, CLAIMS_TABLE = "claims.json", "claims.md"
 
 
 class MissingRuns(ValueError):
-    """A figure or a claim needs runs that are not there."""
+    """A figure or a claim needs runs that are not there: ``runs`` are those that have not ended."""
+
+    def __init__(self, message: str, runs: Sequence[Planned] = ()) -> None:
+        super().__init__(message)
+        self.runs = tuple(runs)
 
 
 class NotPlanned(MissingRuns):
     """The plan has no such runs at its scale: the picture or the claim is left out."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Finding:
-    """Finding for a claim at one scale."""
-
-    # One of ``VERDICTS``; of an addition or erratum ``holds``, ``does not hold`` or ``corrected``.
-    verdict: str
-    sentence: str  # the answer in one sentence, with three numbers at most and no brackets
-    # Everything behind it by name: intervals, controls, other statistics.
-    numbers: dict[str, str] = field(default_factory=dict)
-
-
-@dataclass(frozen=True, kw_only=True)
-class Claim(Finding):
-    """One row of the table."""
-
-    name: str  # short name, for links
-    kind: str  # ``paper``, ``erratum`` or ``addition``
-    source: str  # figure, section or theorem
-    paper: str  # what the paper says; of an addition, what was asked
-    scale: str = ""  # scale of the runs that decide; empty where nothing is trained
-    so_far: str = ""  # what the seeds that have ended show, where not all of them have: it decides nothing
-    # Findings at other scales: verdict and sentence by scale.
-    beside: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -90,6 +64,8 @@ class Spread:
     # How much lower, and how much higher, all of them alike may be: the limits of a control that was
     # subtracted. More seeds do not lessen it.
     doubt: tuple[float, float] = (0.0, 0.0)
+    # Standard deviation over seeds, for a single value: that of the nearest scale with three seeds.
+    deviation: float = math.nan
 
     @property
     def mean(self) -> float:
@@ -98,7 +74,9 @@ class Spread:
 
     @property
     def interval(self) -> tuple[float, float]:
-        """Student's t interval of the mean, widened by the doubt; unbounded for a single seed.
+        """Student's t interval of the mean, widened by the doubt.
+
+        That of a single seed is three of the standard deviations; unbounded where these are not known.
 
         Example:
             >>> low, high = Spread(values=(1.0, 2.0, 3.0)).interval
@@ -107,20 +85,41 @@ class Spread:
             >>> low, high = Spread(values=(1.0, 2.0, 3.0), doubt=(0.3, 0.0)).interval
             >>> round(low, 3), round(high, 3)
             (0.014, 3.686)
+            >>> Spread(values=(1.0,), deviation=0.25).interval
+            (0.25, 1.75)
         """
         count = len(self.values)
-        if count < 2:
-            return -math.inf, math.inf
         if not math.isfinite(self.mean):
             return math.nan, math.nan
-        quantile = float(stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1))
-        half = quantile * float(np.std(self.values, ddof=1)) / math.sqrt(count)
+        if count > 1:
+            half = _quantile(count) * self._deviation() / math.sqrt(count)
+        elif math.isfinite(self.deviation):
+            half = ONE_SEED * self.deviation
+        else:
+            half = math.inf
         return self.mean - half - self.doubt[0], self.mean + half + self.doubt[1]
+
+    def seeds_to_decide(self) -> int:
+        """How many seeds would put the interval on one side of zero, if mean and spread stayed; or 0.
+
+        Example:
+            >>> Spread(values=(-0.5, 1.0, 1.0)).seeds_to_decide()
+            8
+        """
+        room = abs(self.mean) - max(self.doubt)
+        for count in range(max(3, len(self.values)), MOST_SEEDS):
+            if _quantile(count) * self._deviation() / math.sqrt(count) < room:
+                return count
+        return 0
+
+    def _deviation(self) -> float:
+        return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else self.deviation
 
     def __sub__(self, other: Spread) -> Spread:
         """Differences, seed by seed."""
         doubt = self.doubt[0] + other.doubt[1], self.doubt[1] + other.doubt[0]
-        return Spread(values=tuple(map(operator.sub, self.values, other.values)), doubt=doubt)
+        pairs = zip(self.values, other.values, strict=True)
+        return Spread(values=tuple(mine - theirs for mine, theirs in pairs), doubt=doubt)
 
     def less(self, number: float) -> Spread:
         """This less a number."""
@@ -134,42 +133,88 @@ class Spread:
     def __str__(self) -> str:
         if not math.isfinite(self.mean):
             return "undefined"
-        if len(self.values) == 1:
-            return f"{self.mean:.3g} (one seed)"
         low, high = self.interval
-        return f"{self.mean:.3g} [{low:.3g}, {high:.3g}]"
+        if math.isinf(high):
+            return f"{self.mean:.3g} (one seed)"
+        one = ", one seed" if len(self.values) == 1 else ""
+        return f"{self.mean:.3g} [{low:.3g}, {high:.3g}]{one}"
 
 
-def decide(plain: Spread, *strong: Spread, at_size: bool) -> str:
+def _quantile(count: int) -> float:
+    """Student's t at the upper end of the interval of a mean over so many seeds."""
+    return float(stats.t.ppf(0.5 + CONFIDENCE / 2, count - 1))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Evidence:
+    """What the runs of one scale show about a claim."""
+
+    sentence: str  # the answer in one sentence, with three numbers at most and no brackets
+    margins: tuple[Spread, ...] = ()  # that the claim says are positive: its plain form, then the strong ones
+    verdict: str = ""  # where no margin decides
+    # Everything behind it by name: intervals, controls, other statistics.
+    numbers: dict[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One row of the table."""
+
+    name: str  # short name, for links
+    kind: str  # ``paper``, ``erratum`` or ``addition``
+    source: str  # figure, section or theorem
+    paper: str  # what the paper says; of an addition, what was asked
+    # One of ``VERDICTS``; of an addition or erratum ``holds``, ``does not hold`` or ``corrected``.
+    verdict: str
+    sentence: str  # as in ``Evidence``, with its numbers
+    numbers: dict[str, str] = field(default_factory=dict)
+    scale: str = ""  # scale of the runs; empty where nothing is trained
+    decides: str = ""  # scale whose runs decide the claim
+    note: str = ""  # that one seed decided, or what would decide
+    # Sentences of other scales, by scale.
+    beside: dict[str, str] = field(default_factory=dict)
+
+
+def decide(plain: Spread, *strong: Spread) -> str:
     """The verdict on a claim from the margins that it says are positive: plain form first, then the strong.
 
     Example:
         >>> clear, none = Spread(values=(1.0, 1.1, 0.9)), Spread(values=(-0.1, 0.1, 0.0))
-        >>> decide(clear, at_size=True), decide(clear, none, at_size=True)
-        ('reproduced', 'in part')
-        >>> decide(none, clear.times(-1), at_size=True), decide(none, clear.times(-1), at_size=False)
-        ('not reproduced', 'open')
+        >>> decide(clear), decide(clear, none), decide(none), decide(none, clear.times(-1))
+        ('reproduced', 'in part', 'open', 'not reproduced')
     """
     low, high = plain.interval
     if low > 0:
         return REPRODUCED if all(margin.interval[0] > 0 for margin in strong) else IN_PART
     refuted = any(end < 0 for end in (high, *(margin.interval[1] for margin in strong)))
-    return NOT_REPRODUCED if refuted and at_size else OPEN
+    return NOT_REPRODUCED if refuted else OPEN
+
+
+def what_decides(margins: Sequence[Spread]) -> str:
+    """How many seeds would decide margins whose intervals cross zero."""
+    counts = [margin.seeds_to_decide() for margin in margins]
+    if not all(counts):
+        return "no affordable number of seeds would decide"
+    return f"about {max(counts)} seeds would decide"
 
 
 def decided(by_scale: Mapping[str, Sequence[Claim]]) -> list[Claim]:
-    """One claim a statement: that of the last scale whose runs tested it, with the others beside it."""
+    """One claim a statement: that of the scale that decides it, with the others' sentences beside it."""
     rows: dict[str, list[Claim]] = {}
     for claims in by_scale.values():
         for claim in claims:
             rows.setdefault(claim.name, []).append(claim)
     chosen = []
     for found in rows.values():
-        tested = [claim for claim in found if claim.verdict != NOT_TESTED] or found[:1]
-        others = {c.scale: f"{c.verdict}: {c.sentence}" for c in tested[:-1] if c.scale}
-        others |= {c.scale: f"with part of its seeds, no verdict: {c.so_far}" for c in found if c.so_far}
-        chosen.append(replace(tested[-1], beside=others))
+        own = next((claim for claim in found if claim.scale == claim.decides), None)
+        others = {c.scale: c.sentence for c in found if c.scale != c.decides and c.verdict != NOT_TESTED}
+        chosen.append(replace(own or _undecided(found[0]), beside=others))
     return chosen
+
+
+def _undecided(claim: Claim) -> Claim:
+    sentence = f"Runs of the scale {claim.decides} decide this, and there are none here."
+    return replace(claim, verdict=NOT_TESTED, sentence=sentence, numbers={}, scale=claim.decides, note="")
 
 
 def tally(claims: Sequence[Claim]) -> str:
@@ -183,9 +228,10 @@ def tally(claims: Sequence[Claim]) -> str:
     counts = Counter(claim.verdict for claim in claims if claim.kind == PAPER)
     total = counts.total()
     parts = []
-    for verdict in filter(counts.__getitem__, VERDICTS):
+    for verdict in VERDICTS:
         one, many = _VERBS.get(verdict, ("is", "are"))
-        parts.append(f"{counts[verdict]} {one if counts[verdict] == 1 else many} {verdict}")
+        if counts[verdict]:
+            parts.append(f"{counts[verdict]} {one if counts[verdict] == 1 else many} {verdict}")
     return f"Of the {total} claim{'s' * (total != 1)} of the paper {', '.join(parts)}."
 
 
@@ -193,7 +239,7 @@ def write_claims(
     claims: Sequence[Claim], folder: Path, *, data: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> None:
     """Write ``claims.json`` and ``claims.md`` into ``folder``."""
-    rows = list(map(asdict, claims))
+    rows = [asdict(claim) for claim in claims]
     about = {"found": tally(claims), "data": list(data), "notes": list(notes)}
     write_json(folder / CLAIMS_JSON, {**about, "claims": rows})
     text = as_markdown(claims, data=data, notes=notes)
@@ -215,8 +261,9 @@ def claims_tables(claims: Sequence[Claim], *, link: str = "") -> str:
         rows = [["where", asked, "what we found", "verdict", "scale", ""], ["---"] * 6]
         for c in claims:
             if c.kind == kind:
-                found = [c.sentence, f"**{c.verdict}**", c.scale, f"[numbers]({link}#{c.name})"]
-                rows.append([c.source, c.paper, *found])
+                verdict = f"**{c.verdict}**: {c.note}" if c.note else f"**{c.verdict}**"
+                numbers = f"[numbers]({link}#{c.name})"
+                rows.append([c.source, c.paper, c.sentence, verdict, c.scale, numbers])
         if len(rows) > 2:
             parts += [f"### {heading}", "", table(rows), ""]
     return "\n".join(parts).rstrip()
@@ -228,7 +275,7 @@ def numbers_behind(claims: Sequence[Claim]) -> str:
     for claim in claims:
         parts += [f'<a id="{claim.name}"></a>', f"**{claim.source}.** {claim.paper}", ""]
         parts += [f"- {name}: {value}" for name, value in claim.numbers.items()]
-        parts += [f"- at the scale `{scale}`, {said}" for scale, said in claim.beside.items()]
+        parts += [f"- at the scale `{scale}`: {said}" for scale, said in claim.beside.items()]
         parts.append("")
     return "\n".join(parts).rstrip()
 

@@ -18,25 +18,34 @@ from curvestep.lab.recipes import OPTIMIZERS
 from curvestep.lab.run.folder import FINISHED, Run
 from curvestep.steps import clip_norms
 
-LEAST_WINDOW, MOST_WINDOW = 1, 50  # steps in the running mean that reaches a loss, a twentieth of the run
+# Steps in the running mean that reaches a loss: a twentieth of the run, from the first to the second.
+LEAST_WINDOW = 1
+MOST_WINDOW = 50
+ROUNDING = 1e-9  # relative error of a mean of losses
+MOST_CORRELATION = 1 - 1e-9  # Fisher's z of it is finite
 
 
-def measured(run: Run) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Steps, gradient norms and smoothness of the rows that can stand on a logarithmic axis."""
+def measured(run: Run, *, fraction: int | None = None) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Steps, gradient norms and smoothness of the rows that can stand on a logarithmic axis.
+
+    Smoothness is the paper's, the largest over all fractions of the step; or that of one of them, by number.
+    """
     if not run.trace_path.exists():
         return np.array([]), np.array([]), np.array([])
-    rows = np.array(list(map(run.trace.column, ("step", "grad_norm", "smoothness"))))
-    usable = run.trace.ok & np.isfinite(rows).all(axis=0) & (rows[1:] > 0).all(axis=0)
+    trace = run.trace
+    smoothness = trace.column("smoothness") if fraction is None else trace.column("secants")[:, fraction]
+    rows = np.array([trace.column("step"), trace.column("grad_norm"), smoothness])
+    usable = trace.ok & np.isfinite(rows).all(axis=0) & (rows[1:] > 0).all(axis=0)
     steps, norms, smoothness = rows[:, usable]
     return steps, norms, smoothness
 
 
-def log_rows(run: Run, *, past: float = 0.0) -> tuple[np.ndarray, np.ndarray]:
+def log_rows(run: Run, *, past: float = 0.0, fraction: int | None = None) -> tuple[np.ndarray, np.ndarray]:
     """Logarithms of gradient norm and smoothness, each less its mean over its stretch of constant lr.
 
-    Rows of the first part of the run (``past``, a share) are left out.
+    Rows of the first part of the run (``past``, a share) are left out; ``fraction`` as in :func:`measured`.
     """
-    steps, norms, smoothness = measured(run)
+    steps, norms, smoothness = measured(run, fraction=fraction)
     finished = run.status["status"] == FINISHED
     total = run.status["step"] if finished else steps_of(run.recipe)
     kept = steps >= past * total
@@ -51,13 +60,35 @@ def _centred(values: np.ndarray, groups: np.ndarray) -> np.ndarray:
     return values - (np.bincount(groups, values) / np.bincount(groups))[groups]
 
 
-def correlation(run: Run, *, past: float = 0.0) -> float:
+def correlation(run: Run, *, past: float = 0.0, fraction: int | None = None) -> float:
     r"""Pearson's correlation of :math:`\log\lVert g\rVert` and :math:`\log\hat L`.
 
     Within stretches of constant lr: between them all of it changes at once, whatever the landscape.
     """
-    x, y = log_rows(run, past=past)
+    x, y = log_rows(run, past=past, fraction=fraction)
     return float(x @ y / math.sqrt((x @ x) * (y @ y)))
+
+
+def fisher_z(r: float) -> float:
+    r"""Fisher's :math:`z = \operatorname{artanh} r`, whose error hardly depends on :math:`r`."""
+    return math.atanh(max(-MOST_CORRELATION, min(r, MOST_CORRELATION)))
+
+
+def correlations(runs: Sequence[Run], *, past: float = 0.0, fraction: int | None = None) -> Spread:
+    """Fisher's z of the correlation of logs over the seeds."""
+    return spread(runs, lambda run: fisher_z(correlation(run, past=past, fraction=fraction)))
+
+
+def as_correlation(z: Spread) -> str:
+    """A spread of Fisher's z in words, as correlations: mean and interval.
+
+    Example:
+        >>> as_correlation(Spread(values=(0.5, 0.6, 0.7)))
+        '0.54 [0.41, 0.65]'
+    """
+    low, high = z.interval
+    words = f"{math.tanh(z.mean):.2f} [{math.tanh(low):.2f}, {math.tanh(high):.2f}]"
+    return f"{words}, one seed" if len(z.values) == 1 else words
 
 
 def exponent(run: Run) -> float:
@@ -105,7 +136,7 @@ def elasticity_beyond_zero(run: Run) -> float:
 
 def spread(runs: Sequence[Run], statistic: Callable[[Run], float]) -> Spread:
     """A statistic over the seeds."""
-    return Spread(values=tuple(map(statistic, runs)))
+    return Spread(values=tuple(statistic(run) for run in runs))
 
 
 def spreads(
@@ -155,7 +186,8 @@ def steps_to(run: Run, loss: float) -> float:
     steps, losses = run.column("loss")
     window = round(min(max(steps[-1] / 20, LEAST_WINDOW), MOST_WINDOW))
     steps, means = running_mean(steps, losses, window)
-    reached = steps[(means <= loss) & (steps >= window)]
+    enough = loss + ROUNDING * abs(loss)  # a run reaches its own final loss
+    reached = steps[(means <= enough) & (steps >= window)]
     return float(next(iter(reached), math.nan))
 
 
@@ -176,4 +208,4 @@ def missed_share(run: Run, other: Run) -> float:
 def best_of(results: Results, settings: Sequence[str], score: Callable[[Run], float] = final_loss) -> str:
     """The setting with the lowest mean score among those of the plan that no seed lost."""
     planned = [setting for setting in settings if results.plan.of(setting)]
-    return best_setting({setting: list(map(score, results.of(setting))) for setting in planned})
+    return best_setting({setting: [score(run) for run in results.of(setting)] for setting in planned})
