@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
+PIP    := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
 export OMP_NUM_THREADS ?= 1
 
 # The oldest versions that pyproject.toml admits. A torch of its own index may be given: OLDEST_PIP="--index-url …".
@@ -11,7 +12,7 @@ OLDEST_SET  := torch==2.6.0 numpy==1.26.0 scipy==1.11.1
 OLDEST_PIP  ?=
 PYTHON_OLD  ?= $(shell for p in python3.11 ~/.pyenv/versions/3.11*/bin/python3.11 $(PYTHON); do $$p -c '' 2>/dev/null && echo $$p && break; done)
 STRICT      := tests/test_strict_device.py tests/optim/test_device.py tests/optim/test_graphs.py
-CORE        := tests/test_kernel.py tests/test_vectors.py tests/test_steps.py tests/optim tests/smoothness tests/calibration
+CORE        := tests/tensors/test_kernel.py tests/tensors/test_vectors.py tests/test_steps.py tests/optim tests/smoothness tests/trace tests/calibration
 # Those of the benchmarks need the extra packages of the lab.
 BENCHMARKED := tests/calibration/test_benchmark.py
 # torch 2.6 says of its own SequentialLR that it is deprecated.
@@ -23,9 +24,10 @@ CORE_TESTS  := -m pytest -q -n 2 --dist loadfile -m "not slow" -W "ignore:The ep
 help:  ## this list
 	@grep -hE '^[a-z]+: .*##|^[a-z]+:  ##' $(MAKEFILE_LIST) | sed 's/:.*##/\t/' | expand -t 14
 
-$(READY): pyproject.toml constraints.txt hatch_build.py $(wildcard src/curvestep/_kernel/*.[ch])
+$(READY): pyproject.toml reproduction/pyproject.toml constraints.txt hatch_build.py $(wildcard src/curvestep/tensors/kernel/*.[ch])
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --disable-pip-version-check --progress-bar off -c constraints.txt -e ".[all,dev]"
+	$(PIP) -q -c constraints.txt -U pip  # that knows dependency groups
+	$(PIP) -c constraints.txt -e ".[report,lightning,transformers,loggers]" -e "./reproduction[ray]" --group dev
 	@touch $@
 
 test: $(READY)  ## everything that CI runs, on two cores
@@ -49,7 +51,7 @@ format: $(READY)  ## rewrite the code as `make check` wants it
 bench: $(READY)  ## speed, side by side with the alternatives
 	$(BIN)/python benchmarks/step.py $(ARGS)
 
-$(OLDEST)/.ready: pyproject.toml hatch_build.py $(wildcard src/curvestep/_kernel/*.[ch])
+$(OLDEST)/.ready: pyproject.toml hatch_build.py $(wildcard src/curvestep/tensors/kernel/*.[ch])
 	$(PYTHON_OLD) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install --disable-pip-version-check --progress-bar off $(OLDEST_PIP) \
 		$(OLDEST_SET) -e . pytest pytest-xdist hypothesis "pandas<3"
@@ -71,10 +73,10 @@ soak: $(READY)  ## 2,000 random parameter sets against float64, ten kills, 20,00
 	$(BIN)/python benchmarks/soak.py --page docs/results/soak.md $(ARGS)
 
 faults: $(READY)  ## every test that docs/results/faults.md names
-	$(BIN)/python -m pytest -q $$(grep -oE 'tests/[a-z_/]+\.py::[a-zA-Z0-9_]+' docs/results/faults.md | sort -u) $(ARGS)
+	$(BIN)/python -m pytest -q $$(grep -oE '[a-z_/]*tests/[a-z_/]+\.py::[a-zA-Z0-9_]+' docs/results/faults.md | sort -u) $(ARGS)
 
 sanitize: $(READY)  ## tests of the kernel, compiled with gcc's checks of memory and arithmetic
-	$(BIN)/python tests/support/sanitized.py -q -p no:cacheprovider -m "not slow" tests/test_kernel.py $(ARGS)
+	$(BIN)/python tests/support/sanitized.py -q -p no:cacheprovider -m "not slow" tests/tensors/test_kernel.py $(ARGS)
 
 docs: $(READY)  ## the documentation in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site $(ARGS)

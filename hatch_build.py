@@ -16,7 +16,7 @@ from typing import Any
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 from hatchling.metadata.plugin.interface import MetadataHookInterface
 
-FOLDER = Path("src/curvestep/_kernel")
+FOLDER = Path("src/curvestep/tensors/kernel")
 # No sum of a product in one rounding: then all processors give the same bits.
 FLAGS = ["-O3", "-std=gnu11", "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"]
 FLAGS += ["-fPIC", "-shared"]

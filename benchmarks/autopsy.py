@@ -30,7 +30,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import curvestep as cs
-from curvestep.lab.models import LSTMModel, ResNet20
+from curvestep_reproduction.models import LSTMModel, ResNet20
 
 CAUSES = ("batch", "length", "second moment", "momentum", "precision", "block", "cannot tell")
 FIRST_SEED = {"develop": 0, "judge": 1_000}

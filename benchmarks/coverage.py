@@ -16,7 +16,7 @@ from curvestep.fit.correlation import correlations_of
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.frontier import quantile_lines
 from curvestep.fit.intervals import slope_interval
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.trace import Trace
 
 # rows, correlation of neighbours, L0, L1, quantile of the line
 SCENARIOS = [

@@ -17,7 +17,7 @@ import numpy as np
 
 from curvestep.fit.laws import LawComparison, compare_laws
 from curvestep.fit.samples import usable_samples
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.trace import Trace
 
 KINDS = {"affine": 1.0, "power ½": 0.5, "power 2": 2.0, "loss": 1.0}
 ROWS, NEIGHBOURS, TOGETHER = 100, 0.7, 0.5  # correlation of neighbours, and of log norm with log loss

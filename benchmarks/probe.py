@@ -32,7 +32,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import curvestep as cs
-from curvestep.lab.models import LSTMModel, ResNet20
+from curvestep_reproduction.models import LSTMModel, ResNet20
 
 
 def lstm(quick=False):

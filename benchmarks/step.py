@@ -28,7 +28,7 @@ from pathlib import Path
 import torch
 
 from curvestep import ClippedSGD, NormalizedSGD
-from curvestep._kernel import native
+from curvestep.tensors.kernel import native
 
 LR, MAX_NORM = 1e-4, 0.25
 

@@ -14,7 +14,7 @@ import numpy as np
 
 from curvestep.fit.samples import Samples, usable_samples
 from curvestep.fit.within import LEAST_ROWS, MOST_KAPPA, Within, within_steps
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.trace import Trace
 
 
 def elasticity_of(samples: Samples, most_kappa: float = MOST_KAPPA) -> Within:

@@ -5,7 +5,7 @@ from typing import Any
 
 import griffe
 
-from curvestep.smoothness import FIELDS, HEADER_FIELDS
+from curvestep.trace.schema import FIELDS, HEADER_FIELDS
 
 _INLINE = re.compile(r":math:`([^`]+)`")
 _BLOCK = re.compile(r"^([ \t]*)\.\. math::[ \t]*\n((?:\1[ \t]+.*\n?|[ \t]*\n)+)", re.MULTILINE)
@@ -53,7 +53,7 @@ class TraceKeys(griffe.Extension):
 
     def on_class(self, *, cls: griffe.Class, **kwargs: Any) -> None:
         """Put the tables under the docstring."""
-        if cls.path == "curvestep.smoothness.trace.Trace" and cls.docstring is not None:
+        if cls.path == "curvestep.trace.trace.Trace" and cls.docstring is not None:
             cls.docstring.value += f"\n\n{key_tables()}\n"
 
 

@@ -14,7 +14,9 @@ import torch.multiprocessing as mp
 
 CONTEXT = multiprocessing.get_context("forkserver")
 # What is not installed is passed over. Torch's optimizers import its compiler when they are made.
-CONTEXT.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "curvestep.lab.run.loop"])
+CONTEXT.set_forkserver_preload(
+    ["torch._dynamo", "torch.distributed.fsdp", "curvestep_reproduction.training.loop"]
+)
 
 
 def run_on_processes(function, *args, world_size=2):

@@ -12,44 +12,37 @@ MIRRORED = {"SmoothnessCallback"}  # the same callback for two frameworks
 
 # What each room may use, folders two deep, as docs/architecture.md says. A room may always use itself; the
 # helpers at the root may be used by all.
-HELPERS = {"_checks", "_files", "_kernel", "notes", "optimizer_family"}
+HELPERS = {"_checks", "_files", "notes", "optimizer_family", "display.markup"}
+DRAWING = {"display.chart", "display.drawing", "display.results"}  # a result draws itself by them, when asked
 THEORY = {"theory", *(f"theory.{n}" for n in ("problems", "inequalities", "rules", "theorems", "complexity"))}
 LIBRARY = {
     "steps",
     "clip_rules",
     "bracket",
     *THEORY,
-    "display",
-    "vectors",
-    "distributed",
+    *DRAWING,
+    "tensors",
     "optim",
     "smoothness",
+    "trace",
     "fit",
     "advice",
     "calibration",
     "autopsy",
     "loaders",
 }
-LAB = {
-    "lab.recipe_fields",
-    "lab.recipes",
-    "lab.progress",
-    "lab.jobs",
-    "lab.data",
-    "lab.models",
-    "lab.tasks",
-    "lab.cost",
-}
 USES = {
     "_checks": set(),
     "_files": set(),
-    "_kernel": set(),
     "notes": set(),
     "optimizer_family": set(),
     "steps": set(),
     "clip_rules": set(),
-    "bracket": {"vectors"},
-    "display": {"steps"},
+    "bracket": {"tensors"},
+    "display.markup": set(),
+    "display.chart": set(),
+    "display.drawing": {"display.chart"},
+    "display.results": {"display.chart", "steps", "trace"},
     "theory.problems": set(),
     "theory.inequalities": {"theory.problems"},
     "theory.rules": {"steps", "theory.problems"},
@@ -57,43 +50,29 @@ USES = {
     "theory.complexity": {"theory.problems", "theory.rules"},
     "theory.certificates": {"theory.problems", "theory.rules", "theory.theorems", "theory.complexity"},
     "theory": set(),
-    "vectors": {"distributed"},
-    "distributed": set(),
-    "optim": {"steps", "clip_rules", "vectors", "distributed"},
-    "smoothness": {"steps", "bracket", "display", "vectors", "distributed", "lr_schedules"},
-    "fit": {"steps", "display", "theory.inequalities", "smoothness"},
-    "advice": {"bracket", "display", "theory.theorems", "smoothness", "fit"},
-    "autopsy": {"vectors", "distributed", "smoothness"},
+    "tensors": set(),
+    "optim": {"steps", "clip_rules", "tensors"},
+    "trace": {"steps", "fit", *DRAWING},
+    "smoothness": {"steps", "bracket", "tensors", "trace", "lr_schedules"},
+    "fit": {"steps", "theory.inequalities", "trace", "smoothness", *DRAWING},
+    "advice": {"bracket", "theory.theorems", "trace", "smoothness", "fit", *DRAWING},
+    "autopsy": {"tensors", "smoothness"},
     "calibration": {
         "clip_rules",
         "bracket",
-        "display",
-        "vectors",
-        "distributed",
+        "tensors",
         "smoothness",
         "optim",
         "lr_schedules",
         "loaders",
-        "notes",
-        "optimizer_family",
+        *DRAWING,
     },
     "lr_schedules": set(),
-    "loaders": {"distributed", "smoothness"},
-    "integrations": {"loggers", *LIBRARY},
+    "loaders": {"tensors", "smoothness"},
     "loggers": LIBRARY,
-    "lab.recipe_fields": {"steps"},
-    "lab.recipes": {"lab.recipe_fields"},
-    "lab.progress": set(),
-    "lab.jobs": {"lab.progress"},
-    "lab.data": {"lab.progress"},
-    "lab.models": set(),
-    "lab.tasks": {"lab.recipes", "lab.progress", "lab.data", "lab.models", *LIBRARY},
-    "lab.cost": {"lab.recipes", "lab.models", "lab.tasks"},
-    "lab.run": {*LAB, *LIBRARY},
-    "lab.report": {*LAB, "lab.run", *LIBRARY},
-    "lab.grid": {*LAB, "lab.run", *LIBRARY},
-    "lab.paper": {*LAB, "lab.run", "lab.report", "lab.grid", *LIBRARY},
-    "cli": {*LAB, "lab", "lab.run", "lab.report", "lab.grid", "lab.paper", *LIBRARY},
+    "integrations": {"loggers", *LIBRARY},
+    "display": LIBRARY,
+    "cli": {"display", *LIBRARY},
 }
 
 
@@ -139,7 +118,7 @@ def room_of(module):
 
 
 def test_every_module_has_a_room():
-    assert [m for m in MODULES if m not in ("", "__main__", "lab") and not room_of(m)] == []
+    assert [m for m in MODULES if m not in ("", "__main__") and not room_of(m)] == []
 
 
 @pytest.mark.parametrize("module", [m for m in MODULES if room_of(m)])

@@ -10,9 +10,10 @@ import pytest
 import torch
 from torch import nn
 
-from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip, vectors
-from curvestep._kernel import native
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip
 from curvestep.clip_rules import ClipRule, Window, ema, percentile, weight_ratio, zscore
+from curvestep.tensors import vectors
+from curvestep.tensors.kernel import native
 from tests.models import reloaded
 from tests.support.strict import strict_device, waits
 

@@ -19,14 +19,16 @@ from torch import nn
 from torch.nn import functional as F
 
 import curvestep
-from curvestep.cli.commands import COMMANDS
-from curvestep.lab.recipes import RECIPES
+from curvestep.cli import all_commands
 
 ROOT = Path(__file__).parents[1]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
+REPRODUCTION_OPTIONS = [
+    f"reproduction/src/curvestep_reproduction/{name}.py" for name in ("cli", "recipe_options")
+]
 # Pages whose blocks are run, and their output checked, by a test of their own.
 ELSEWHERE = {
     "measure.md": "smoothness/test_measure_page.py",
@@ -73,7 +75,8 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
 
 
 def test_every_test_that_the_page_of_faults_names_is_there():
-    named = re.findall(r"`(tests/[a-z_/]+\.py)::(\w+)`", (ROOT / "docs/results/faults.md").read_text())
+    page = (ROOT / "docs/results/faults.md").read_text()
+    named = re.findall(r"`((?:reproduction/)?tests/[a-z_/]+\.py)::(\w+)`", page)
     assert len(named) > 40
     for file, test in named:
         assert f"def {test}(" in (ROOT / file).read_text(encoding="utf-8"), f"{file} has no {test}"
@@ -129,6 +132,7 @@ def commands():
 
 
 def test_every_command_in_the_docs_exists():
+    pytest.importorskip("curvestep_reproduction")  # pages name its commands too
     targets = set(re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     seen = 0
     for page, (program, *rest) in commands():
@@ -138,13 +142,15 @@ def test_every_command_in_the_docs_exists():
         elif program == "python" and not rest[0].startswith("-"):
             assert (ROOT / rest[0]).is_file(), (page, rest)
         elif program == "curvestep" and rest:
-            assert rest[0] in {*COMMANDS, "--version", "--help"}, (page, rest)
+            assert rest[0] in {*all_commands(), "--version", "--help"}, (page, rest)
     assert seen >= 10
 
 
 def test_every_option_in_the_docs_exists():
-    source = (ROOT / "src" / "curvestep" / "cli" / "commands.py").read_text()
-    fields = {name for recipe in RECIPES.values() for name in recipe.__dataclass_fields__}
+    recipes = pytest.importorskip("curvestep_reproduction.recipes").RECIPES
+    files = ("src/curvestep/cli/commands.py", *REPRODUCTION_OPTIONS)
+    source = "".join((ROOT / file).read_text(encoding="utf-8") for file in files)
+    fields = {name for recipe in recipes.values() for name in recipe.__dataclass_fields__}
     known = {f"--{name.replace('_', '-')}" for name in fields}
     known |= {"--help", "--version", "--debug", *re.findall(r'"(--[a-z-]+)[ "]', source)}
     for page, (program, *rest) in commands():

@@ -76,7 +76,7 @@ def test_wheel_made_from_the_archive_holds_the_package_and_nothing_else(tmp_path
     (archive,), (wheel,) = tmp_path.glob("*.tar.gz"), tmp_path.glob("*.whl")
     with tarfile.open(archive) as opened:
         packed = {name.partition("/")[2] for name in opened.getnames()}
-    assert {"LICENSE", "README.md", "hatch_build.py", "src/curvestep/_kernel/kernel.c"} <= packed
+    assert {"LICENSE", "README.md", "hatch_build.py", "src/curvestep/tensors/kernel/kernel.c"} <= packed
     assert not [
         n for n in packed if n.startswith(("docs/", ".venv/", ".github/")) or n.endswith((".so", ".pt"))
     ]
@@ -85,5 +85,5 @@ def test_wheel_made_from_the_archive_holds_the_package_and_nothing_else(tmp_path
     assert all(n.startswith(("curvestep/", f"curvestep-{curvestep.__version__}.dist-info/")) for n in names)
     assert not [n for n in names if n.endswith((".npz", ".gz", ".pt"))]
     if shutil.which("cc") and sys.platform == "linux":  # then with the kernel, for this kind of machine
-        assert "curvestep/_kernel/kernel.so" in names
+        assert "curvestep/tensors/kernel/kernel.so" in names
         assert not wheel.name.endswith("-any.whl")

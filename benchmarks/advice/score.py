@@ -29,7 +29,7 @@ from curvestep.advice.advice import advise
 from curvestep.advice.outcome import Outcome, outcome_of
 from curvestep.fit.samples import History
 from curvestep.smoothness.schedule import Schedule
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.trace import Trace
 
 ROW_COST = 3  # gradients, of three fractions
 BAD, GOOD, HARMED, LOST = 0.2, 0.05, 0.1, 1.0  # regrets

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from curvestep.lab.data.corpus import load_ptb, load_topics
-from curvestep.lab.data.images import Images, load_cifar10, load_digits, normalise
+from curvestep_reproduction.data.corpus import load_ptb, load_topics
+from curvestep_reproduction.data.images import Images, load_cifar10, load_digits, normalise
 
 Batch = tuple[Tensor, Tensor]
 Draw = Callable[[torch.Generator], Iterator[Batch]]

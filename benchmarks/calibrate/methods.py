@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from curvestep import ClippedAdamW, ClippedSGD, calibrate
 from curvestep.lr_schedules import SCHEDULES
-from curvestep.vectors import global_norm
+from curvestep.tensors.vectors import global_norm
 
 FIXED = {"AdamW 1e-3": 1e-3, "AdamW 3e-4": 3e-4, "AdamW 4e-3": 4e-3}
 SGD_FIXED = {"SGD 0.01": 0.01, "SGD 0.1": 0.1}  # not clipped, with the momentum of the kind

@@ -21,7 +21,7 @@ from benchmarks.calibrate.data import (
 )
 from torch import Tensor, nn
 
-from curvestep.lab.models import LSTMModel, ResNet20
+from curvestep_reproduction.models import LSTMModel, ResNet20
 
 
 class WordGRU(nn.Module):

@@ -28,8 +28,8 @@ from benchmarks.calibrate.data import (
 from benchmarks.calibrate.tiny import TASKS as TINY
 from torch import Tensor, nn
 
-from curvestep.lab.data.corpus import load_ptb, load_topics
-from curvestep.lab.data.images import load_cifar10, normalise
+from curvestep_reproduction.data.corpus import load_ptb, load_topics
+from curvestep_reproduction.data.images import load_cifar10, normalise
 
 STEPS = 1000
 

@@ -30,7 +30,7 @@ from benchmarks.calibrate.data import (
 from benchmarks.calibrate.other import HELD_OUT
 from torch import Tensor, nn
 
-from curvestep.lab.models import LSTMModel
+from curvestep_reproduction.models import LSTMModel
 
 
 class CharacterModel(nn.Module):

@@ -13,7 +13,7 @@ Quick start. ``loss_of_batch`` is your function from a batch to a loss, ``loader
         opt.step()
         opt.zero_grad()
     print(cs.advise(probe.trace))                                # lr, max_norm, and the reasons
-    cs.report(probe.trace)                                       # one page with charts (extra `lab`)
+    cs.report(probe.trace)                                       # one page with charts (extra `report`)
 
 Results print as words, are tables in a notebook, and have a ``plot()`` (needs matplotlib). Names are looked
 up on first use: ``curvestep.theory`` and ``curvestep.steps`` can be imported where torch is not installed.
@@ -32,8 +32,8 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from curvestep.autopsy.recorder import Autopsy as Autopsy
     from curvestep.calibration.calibrate import calibrate as calibrate
     from curvestep.calibration.result import Calibration as Calibration
+    from curvestep.display.page import Page
     from curvestep.fit.fit import SmoothnessFit as SmoothnessFit, fit_smoothness as fit_smoothness
-    from curvestep.lab.report.page import Page
     from curvestep.loaders import representative_batches as representative_batches
     from curvestep.optim.adamw import ClippedAdamW as ClippedAdamW
     from curvestep.optim.clip import clip as clip
@@ -53,7 +53,7 @@ if TYPE_CHECKING:  # the same names for type checkers; a test compares the two l
     from curvestep.smoothness.oracle import GradientOracle as GradientOracle
     from curvestep.smoothness.probe import SmoothnessProbe as SmoothnessProbe
     from curvestep.smoothness.replay import Replay as Replay
-    from curvestep.smoothness.trace import Trace as Trace
+    from curvestep.trace.trace import Trace as Trace
 
 __version__ = "0.1.0"
 
@@ -66,7 +66,7 @@ _PUBLIC = {
     "optim.normalized": ("NormalizedSGD",),
     "optim.sgd": ("ScaledSGD",),
     "smoothness.probe": ("SmoothnessProbe",),
-    "smoothness.trace": ("Trace",),
+    "trace.trace": ("Trace",),
     "smoothness.oracle": ("GradientOracle",),
     "loaders": ("representative_batches",),
     "smoothness.replay": ("Replay",),
@@ -85,7 +85,7 @@ __doc__ = f"{__doc__}\n{fill('Public names: ' + ', '.join(__all__), 108)}.\n"
 def report(
     *runs: str | Path | Trace, output: str | Path = "report.html", title: str = "", overwrite: bool = False
 ) -> Page:
-    """Write one self-contained HTML page about these runs: charts, verdict, warnings. Needs the extra `lab`.
+    """Write one self-contained HTML page about these runs: charts, verdict, warnings (extra `report`).
 
     Args:
         runs: Traces; trace files; run folders; folders that hold any of these. At least one.
@@ -96,8 +96,10 @@ def report(
     Returns:
         Where the page is (``path``), and what it says (``verdicts``, ``runs``).
     """
-    from curvestep.lab.report.page import write_page
+    from curvestep._checks import needs_extra
 
+    with needs_extra("report"):
+        from curvestep.display.page import write_page
     return write_page(runs, output, title=title, overwrite=overwrite)
 
 

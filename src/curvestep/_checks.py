@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from difflib import get_close_matches
 from typing import TypeVar
 
 Number = TypeVar("Number", bound=float)
@@ -64,3 +66,32 @@ def _check_number(name: str, value: Number, needed: str, holds: Callable[[float]
 
 def _message(name: str, value: object, needed: str) -> str:
     return f"`{name}` must be {needed}, got {value!r}."
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """A hint at the one of ``names`` that is closest to a mistyped one; empty if none is.
+
+    Example:
+        >>> nearest("max_nrom", ["lr", "max_norm"])
+        ' Did you mean max_norm?'
+    """
+    plain = {one.strip("-"): one for one in names}
+    close = get_close_matches(name.lower().strip("-"), plain, n=1)
+    return f" Did you mean {plain[close[0]]}?" if close else ""
+
+
+class MissingExtraError(ImportError):
+    """A package of an extra is not installed; the message names both and how to install them."""
+
+
+@contextmanager
+def needs_extra(extra: str) -> Iterator[None]:
+    """Import packages of an extra inside: where one is missing, say how to install all of them."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        raise MissingExtraError(
+            f"this needs {error.name}, which is not installed. In the folder of curvestep: "
+            f"pip install -c constraints.txt '.[{extra}]'",
+            name=error.name,
+        ) from None

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from curvestep.vectors import difference, dot, global_norm, precision
+from curvestep.tensors.vectors import difference, dot, global_norm, precision
 
 PER_OCTAVE = 4  # lattice points in a factor of two: neighbours are a factor of 1.19 apart
 LARGEST = 30 * PER_OCTAVE  # a billion units: parameters may start as small as one likes

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from curvestep._checks import check_count
-from curvestep.distributed import any_rank
 from curvestep.smoothness.snapshot import RandomState, undone
+from curvestep.tensors.distributed import any_rank
 
 Batch = Any  # whatever the caller's loss takes
 

@@ -9,7 +9,7 @@ from torch import nn
 from curvestep import SmoothnessProbe
 from curvestep.advice.outcome import Outcome
 from curvestep.optimizer_family import Family
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.trace import Trace
 
 GOOD = {
     "family": Family.SGD,

@@ -11,11 +11,11 @@ import pytest
 
 import curvestep as cs
 from curvestep.display import results
+from curvestep.display.charts import run_charts
 from curvestep.display.markup import html_table
-from curvestep.lab.report.charts import run_charts
-from curvestep.lab.report.views import find_views
-from tests.lab.report.calibrations import make_calibration
-from tests.lab.report.pages import make_run
+from curvestep.display.views import find_views
+from tests.display.calibrations import make_calibration
+from tests.display.pages import make_run
 
 
 @pytest.fixture(scope="module")

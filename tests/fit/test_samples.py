@@ -12,9 +12,9 @@ from curvestep.fit.samples import (
     typical,
     usable_samples,
 )
-from curvestep.smoothness import NONFINITE
-from curvestep.smoothness.trace import Trace
 from curvestep.steps import clip_norms
+from curvestep.trace.schema import NONFINITE
+from curvestep.trace.trace import Trace
 from tests.fit.traces import make_trace
 
 

@@ -11,7 +11,7 @@ from scipy import stats
 
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.within import BLOCK, LEAST_ROWS, MOST_KAPPA, Within, mean_norms, within_steps
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.trace import Trace
 from tests.fit.traces import autoregression
 
 EPS = 2.0**-52

@@ -2,8 +2,8 @@
 
 import numpy as np
 
-from curvestep.smoothness import OK
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.schema import OK
+from curvestep.trace.trace import Trace
 
 
 def make_trace(grad_norm, smoothness, *, header=None, every=1, **columns):

@@ -79,7 +79,7 @@ def check_rows(probe, *, steps, size, eps, lr=lambda step: 0.2):
 
 
 def fabric_run(probed, precision, name):
-    fabric_of = pytest.importorskip("lightning_fabric", reason="needs the extra `lab`").Fabric
+    fabric_of = pytest.importorskip("lightning_fabric", reason="comes with the reproduction").Fabric
     torch.manual_seed(0)
     fabric = fabric_of(accelerator="cpu", devices=1, precision=precision)
     model = network()

@@ -2,9 +2,9 @@
 
 import pytest
 
-from curvestep import vectors
 from curvestep.optim import _update, device, record, scaled
-from curvestep.vectors import device_norm
+from curvestep.tensors import vectors
+from curvestep.tensors.vectors import device_norm
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from curvestep import ClippedAdamW
-from curvestep._kernel import native
+from curvestep.tensors.kernel import native
 from tests.models import reloaded
 from tests.reference import exact_clip_, reference_norm
 

@@ -9,9 +9,10 @@ import torch
 from hypothesis import given, strategies as st
 from torch import nn
 
-from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, vectors
-from curvestep._kernel import native
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
 from curvestep.optim import _update
+from curvestep.tensors import vectors
+from curvestep.tensors.kernel import native
 from tests.reference import ReferenceSGD
 
 OPTIMIZERS = {

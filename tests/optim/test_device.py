@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip
-from curvestep._kernel import LIBRARY, Kernel, native
+from curvestep.tensors.kernel import LIBRARY, Kernel, native
 from tests.support.strict import strict_device, waits
 
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
 from curvestep.clip_rules import ema, percentile, weight_ratio, zscore
-from curvestep.vectors import global_norm
+from curvestep.tensors.vectors import global_norm
 from tests.models import mlp
 from tests.processes import run_on_processes
 

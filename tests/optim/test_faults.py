@@ -11,8 +11,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import curvestep as cs
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
-from curvestep._kernel import native
-from curvestep.vectors import global_norm
+from curvestep.tensors.kernel import native
+from curvestep.tensors.vectors import global_norm
 
 
 def parameter(*shape, grad=None, dtype=torch.float32):

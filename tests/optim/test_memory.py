@@ -14,8 +14,8 @@ import torch
 from torch import nn
 
 import curvestep as cs
-from curvestep._kernel import native
-from curvestep.vectors import global_norm
+from curvestep.tensors.kernel import native
+from curvestep.tensors.vectors import global_norm
 
 MAKE = {
     "plain": partial(cs.ClippedSGD, lr=0.1, max_norm=math.inf),

@@ -13,7 +13,7 @@ from torch import nn
 import curvestep as cs
 from curvestep.smoothness.estimators import segment_smoothness
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.trace import Trace
 from tests.models import Mixed, classifier, mlp
 from tests.smoothness.loops import MODELS, OPTIMIZERS, assert_same_run, block_steps, measured_sgd, train
 

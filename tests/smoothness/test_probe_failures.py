@@ -9,7 +9,7 @@ import torch
 from curvestep.smoothness.determinism import NonDeterministicError
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.trace import Trace
 from tests.models import classifier
 from tests.smoothness.loops import block_steps, measured_sgd
 

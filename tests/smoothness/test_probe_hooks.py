@@ -15,9 +15,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import curvestep as cs
-from curvestep.distributed import local
 from curvestep.smoothness.determinism import NonDeterministicError
 from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.tensors.distributed import local
+from curvestep.tensors.vectors import global_norm
 from tests.models import mlp
 from tests.processes import run_on_processes
 from tests.smoothness.loops import assert_same_run, measured_sgd, recorded_steps, tensors_of, watched_sgd
@@ -171,7 +172,7 @@ def test_weights_are_the_shares_of_micro_batches():
     optimizer.step()
     row = probe.trace[0]
     assert row["loss"] == pytest.approx(whole.item())
-    assert row["grad_norm"] == pytest.approx(cs.vectors.global_norm(expected).item())
+    assert row["grad_norm"] == pytest.approx(global_norm(expected).item())
     assert row["self_test"] < 1e-12
     with pytest.raises(ValueError, match="`weight` must be positive"):
         probe.record(lambda: whole, weight=0.0)

@@ -10,7 +10,7 @@ from torch import nn
 
 import curvestep as cs
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.trace import Trace
 from tests.models import mlp
 from tests.smoothness.loops import measured_sgd, recorded_steps, watched_sgd
 

@@ -9,7 +9,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import curvestep as cs
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.trace import Trace
 from tests.processes import run_on_processes
 from tests.smoothness.loops import assert_same_run, train
 

@@ -9,11 +9,11 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from curvestep.distributed import copies
 from curvestep.smoothness.measurement import SlopeAlong
 from curvestep.smoothness.replay import Replay, trainable_parameters
 from curvestep.smoothness.snapshot import PassState
-from curvestep.vectors import difference, dot, global_norm
+from curvestep.tensors.distributed import copies
+from curvestep.tensors.vectors import difference, dot, global_norm
 from tests.models import Mixed, classifier, convnet, mlp
 
 

@@ -8,10 +8,10 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from curvestep.distributed import copies
 from curvestep.smoothness.replay import Replay
 from curvestep.smoothness.snapshot import PassState
-from curvestep.vectors import global_norm
+from curvestep.tensors.distributed import copies
+from curvestep.tensors.vectors import global_norm
 from tests.models import mlp
 from tests.processes import run_on_processes
 

@@ -8,7 +8,7 @@ from torch import nn
 import curvestep as cs
 from curvestep.fit.fit import fit_smoothness
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.trace import Trace
 
 SIZE, RADIUS = 50, 0.02
 

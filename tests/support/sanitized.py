@@ -1,6 +1,6 @@
 """Run tests on a kernel that stops the process at the first fault of memory or arithmetic.
 
-    python tests/support/sanitized.py tests/test_kernel.py [other arguments of pytest]
+    python tests/support/sanitized.py tests/tensors/test_kernel.py [other arguments of pytest]
 
 The kernel is compiled with the sanitizers of gcc, which have to be loaded before Python itself: this file
 runs itself again, in a process where they are. ``--fault memory`` and ``--fault arithmetic`` make one on
@@ -28,7 +28,7 @@ def environment(folder):
     compiler, library = (os.environ.get("CC") or "cc").split(), Path(folder, "kernel.so")
     fault = Path(folder, "fault.c")
     fault.write_text(FAULT)
-    source = ROOT / "src/curvestep/_kernel/kernel.c"
+    source = ROOT / "src/curvestep/tensors/kernel/kernel.c"
     try:
         done = subprocess.run(
             [*compiler, *FLAGS, "-o", library, source, fault, "-lm"], capture_output=True, text=True
@@ -62,7 +62,7 @@ def run(*arguments, **options):
 def make_fault(kind, library):
     import torch
 
-    from curvestep._kernel import Kernel
+    from curvestep.tensors.kernel import Kernel
 
     if kind == "arithmetic":
         ctypes.CDLL(library).fault(2**31 - 1)
@@ -83,10 +83,10 @@ def main():
         return
     import pytest
 
-    from curvestep import _kernel
+    from curvestep.tensors import kernel
 
-    _kernel.LIBRARY = Path(library)
-    if _kernel.native() is None:
+    kernel.LIBRARY = Path(library)
+    if kernel.native() is None:
         raise SystemExit("The kernel with the sanitizers could not be loaded.")
     raise SystemExit(pytest.main(arguments))
 

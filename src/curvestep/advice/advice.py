@@ -16,7 +16,7 @@ from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.samples import History, best_setting, check_trace, difference_of
 from curvestep.notes import Note
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.trace import Trace
 
 MOST_LINES = 8
 

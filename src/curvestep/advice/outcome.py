@@ -11,8 +11,8 @@ import numpy as np
 from curvestep.bracket import working_fraction
 from curvestep.fit.samples import History, clipped_share, header_number, lr_of_run, of_finite, typical
 from curvestep.optimizer_family import Family
-from curvestep.smoothness import FAILED, NONFINITE
 from curvestep.theory.theorems.clipped_sgd import clipping_floor
+from curvestep.trace.schema import FAILED, NONFINITE
 
 FEW_ROWS = 5  # that a mean is taken over at least, and that belong to the start at most
 

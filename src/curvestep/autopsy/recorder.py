@@ -22,11 +22,11 @@ from curvestep.autopsy.kept_step import (
     versions_of,
 )
 from curvestep.autopsy.retake import explained
-from curvestep.distributed import communicates
 from curvestep.optimizer_family import check_optimizer, parameters_of
 from curvestep.smoothness.observer import ObservedStep, Pass, trains_any
 from curvestep.smoothness.replay import trainable_parameters
 from curvestep.smoothness.snapshot import PassState
+from curvestep.tensors.distributed import communicates
 
 
 class Autopsy:

@@ -25,7 +25,7 @@ from curvestep.smoothness.determinism import computed_precision
 from curvestep.smoothness.measurement import layer_groups
 from curvestep.smoothness.observer import ClipsItself, Pass, TrainingLoss
 from curvestep.smoothness.replay import Gradients, Replay, checked_loss
-from curvestep.vectors import distance, precision
+from curvestep.tensors.vectors import distance, precision
 
 NUM_JUDGES = 8  # kept batches that a rise is the median of
 

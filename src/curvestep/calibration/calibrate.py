@@ -29,7 +29,7 @@ from curvestep.optimizer_family import Family
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.oracle import BatchReplay
 from curvestep.smoothness.replay import trainable_parameters
-from curvestep.vectors import difference, global_norm
+from curvestep.tensors.vectors import difference, global_norm
 
 CLIP_AT = (0.6, 1.75)  # thresholds by the first gradient norm: of batches with nothing, with all in common
 ADAM_SCALE, ADAM_MAX_NORM = 0.004, 1.0  # of Adam, where it has no threshold of its own

@@ -15,7 +15,7 @@ from curvestep.notes import Note
 from curvestep.optimizer_family import Family
 from curvestep.smoothness.observer import differs_in_eval
 from curvestep.smoothness.oracle import BatchReplay
-from curvestep.vectors import precision
+from curvestep.tensors.vectors import precision
 
 if TYPE_CHECKING:
     from curvestep.calibration.result import Calibration

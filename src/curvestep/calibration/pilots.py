@@ -29,7 +29,7 @@ from curvestep.loaders import Batch, Supply
 from curvestep.lr_schedules import SCHEDULES, shares_of_groups
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.oracle import BatchReplay
-from curvestep.vectors import global_norm
+from curvestep.tensors.vectors import global_norm
 
 NUM_STEPS = 16  # of an arm; twice as many where noise hides the gains
 LONG_STEPS = 3 * NUM_STEPS  # of an arm of SGD under a schedule

@@ -1,4 +1,4 @@
-"""The command line: ``curvestep reproduce | train | sweep | report | advise | calibrate | data``."""
+"""The command line: ``curvestep advise | report | fit``, and commands of other packages by entry points."""
 
 from __future__ import annotations
 
@@ -7,18 +7,19 @@ import os
 import signal
 import sys
 from collections.abc import Sequence
+from importlib.metadata import entry_points
 
 from curvestep import __version__
+from curvestep._checks import MissingExtraError, nearest
+from curvestep.cli.parser import Command, UsageError
 from curvestep.display.markup import visible
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 INTERRUPTED = 128 + signal.SIGINT
 
-SHORT_FOR = {"fit": ("advise", "--details")}  # as the library calls it
-# What the extra `lab` brings, by the names under which it is imported.
-LAB = (
-    "rich", "lightning_fabric", "pooch", "joblib", "matplotlib", "plotly", "jinja2", "sklearn", "PIL",
-)  # fmt: skip
+# Commands of the package curvestep-reproduction, which come by entry points where it is installed.
+OF_REPRODUCTION = ("reproduce", "train", "sweep", "calibrate", "data")
+ENTRY_POINTS = "curvestep.commands"
 
 USAGE = """\
 usage: curvestep COMMAND [OPTIONS]
@@ -26,7 +27,6 @@ usage: curvestep COMMAND [OPTIONS]
 Know how far to step, and how hard to clip.
 
 {commands}
-  fit        advise --details: also the fit of (L0, L1)
 
 For your own training script, in Python (import curvestep as cs):
   cs.calibrate(model, loss, batches)         lr and max_norm before training
@@ -35,10 +35,6 @@ Then: curvestep advise t.jsonl; curvestep report t.jsonl; curvestep fit t.jsonl
 
 options: --help after any command, --version, --debug (tracebacks)
 example: curvestep advise runs/mine/trace.jsonl"""
-
-
-class UsageError(Exception):
-    """A command line that cannot be run: one line for the user, exit code 2."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -73,24 +69,32 @@ def _run(args: list[str]) -> int:
     if args == ["--version"]:
         print(f"curvestep {__version__}")
         return OK
-    from curvestep.cli.commands import COMMANDS
-    from curvestep.lab.recipe_fields import nearest
-
     name, *rest = args or [""]
     if name in ("", "--help", "-h", "help"):
-        listed = "\n".join(f"  {name:<11}{command.words}" for name, command in COMMANDS.items())
+        listed = "\n".join(f"  {name:<11}{command.words}" for name, command in all_commands().items())
         print(USAGE.format(commands=listed))
         return OK if args else WRONG_USAGE
-    name, *given = SHORT_FOR.get(name, (name,))
-    if name not in COMMANDS:
-        listed = ", ".join([*COMMANDS, *SHORT_FOR])
-        raise UsageError(
-            f"curvestep: there is no command {name}.{nearest(name, COMMANDS)} Commands: {listed}."
-        )
+    known = all_commands()
+    if name not in known:
+        if name in OF_REPRODUCTION:
+            raise UsageError(
+                f"curvestep {name} comes with the package curvestep-reproduction, which is not installed. "
+                "In the folder of curvestep: pip install -c constraints.txt . ./reproduction"
+            )
+        hint = nearest(name, known)
+        raise UsageError(f"curvestep: there is no command {name}.{hint} Commands: {', '.join(known)}.")
     try:
-        return COMMANDS[name].run(name, [*rest, *given])
+        return known[name].run(name, rest)
     except SystemExit:  # after --help
         return OK
+
+
+def all_commands() -> dict[str, Command]:
+    """The library's own commands, then those of other packages that are installed."""
+    from curvestep.cli.commands import COMMANDS
+
+    others = {point.name: point for point in entry_points(group=ENTRY_POINTS)}
+    return {**COMMANDS, **{name: point.load() for name, point in others.items()}}
 
 
 def _explain(error: BaseException) -> tuple[str, int]:
@@ -101,10 +105,7 @@ def _explain(error: BaseException) -> tuple[str, int]:
             return words, WRONG_USAGE
         case KeyboardInterrupt():
             return "curvestep: interrupted.", INTERRUPTED
-        case ModuleNotFoundError(name=str(name)) if name.partition(".")[0] in LAB:
-            line = f"curvestep: this needs {name}, which is not installed. In the folder of curvestep: "
-            return f"{line}pip install -c constraints.txt '.[lab]'", FAILED
-        case ValueError() | OSError():
+        case ValueError() | OSError() | MissingExtraError():
             return f"curvestep: {words}", FAILED
         case _:
             kind = type(error).__name__

@@ -1,1 +1,1 @@
-"""How results are shown: charts as data, figures by matplotlib, tables for notebooks."""
+"""How results are shown: charts as data, figures by matplotlib, tables for notebooks, one HTML page."""

@@ -16,7 +16,7 @@ from curvestep.display.chart import GRADIENT, SHARPNESS, THIN, Axis, Chart, Seri
 if TYPE_CHECKING:
     from curvestep.calibration.result import Calibration
     from curvestep.fit.fit import SmoothnessFit
-    from curvestep.smoothness.trace import Trace
+    from curvestep.trace.trace import Trace
 
 SHOWN_ROWS = 4000  # longer series are shown by evenly spaced rows
 Columns = Mapping[str, np.ndarray]

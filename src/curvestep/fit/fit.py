@@ -35,8 +35,8 @@ from curvestep.fit.samples import (
 from curvestep.fit.within import Within, mean_norms, within_steps
 from curvestep.notes import Note
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.trace import Trace
 from curvestep.theory.inequalities import sample_frontier
+from curvestep.trace.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -15,10 +15,10 @@ from numpy.typing import ArrayLike
 
 from curvestep._checks import check_choice, check_positive
 from curvestep.optimizer_family import Family, family_of, torch_name
-from curvestep.smoothness import ESTIMATORS, FAILED, FIELDS, NONFINITE
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.schedule import FIRST_ROWS
-from curvestep.smoothness.trace import Trace
+from curvestep.trace.schema import ESTIMATORS, FAILED, FIELDS, NONFINITE
+from curvestep.trace.trace import Trace
 
 LEAST_ROWS = FIRST_ROWS  # that the probe measures whatever they cost
 MOST_ROWS = 4000  # evenly spaced ones of a longer run bear the intervals and the control

@@ -23,7 +23,6 @@ from torch.optim import Optimizer
 
 from curvestep.calibration.calibrate import calibrate
 from curvestep.calibration.result import Calibration
-from curvestep.distributed import spans_ranks
 from curvestep.integrations.reporting import (
     Options,
     State,
@@ -39,6 +38,7 @@ from curvestep.integrations.reporting import (
 from curvestep.loaders import Readable, unmoved
 from curvestep.smoothness.observer import ClipsItself, batch_length
 from curvestep.smoothness.snapshot import undone
+from curvestep.tensors.distributed import spans_ranks
 
 need("lightning", "2.5", "lightning")
 

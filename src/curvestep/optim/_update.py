@@ -21,11 +21,11 @@ from torch import Tensor
 from torch.optim.optimizer import _get_scalar_dtype
 from torch.utils._foreach_utils import _get_fused_kernels_supported_devices
 
-from curvestep._kernel import DTYPES, PLAIN, Units, View, is_non_overlapping_and_dense, same_layout
-from curvestep.distributed import as_sharded, is_sharded, placed
 from curvestep.optim.pieces import scaled
 from curvestep.optim.policy import Decision, Group, decisions_of
-from curvestep.vectors import check_memory, is_readable, view_of
+from curvestep.tensors.distributed import as_sharded, is_sharded, placed
+from curvestep.tensors.kernel import DTYPES, PLAIN, Units, View, is_non_overlapping_and_dense, same_layout
+from curvestep.tensors.vectors import check_memory, is_readable, view_of
 
 # Our kernel, torch's fused kernel, torch's functions for lists of tensors, or one tensor after the other.
 Path: TypeAlias = Literal["kernel", "fused", "foreach", "loop"]

@@ -16,12 +16,12 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from curvestep.clip_rules import ClipRule
-from curvestep.distributed import as_sharded, local
 from curvestep.optim._update import Number, Part, Rule
 from curvestep.optim.policy import Group
 from curvestep.optim.scaled import Norm, ScaledOptimizer, ScaledOptions, check_between
 from curvestep.steps import check_threshold, clipped_step
-from curvestep.vectors import global_norm, is_readable
+from curvestep.tensors.distributed import as_sharded, local
+from curvestep.tensors.vectors import global_norm, is_readable
 
 
 class AdamWOptions(ScaledOptions, total=False):

@@ -19,7 +19,6 @@ from torch.utils.hooks import RemovableHandle
 
 from curvestep._checks import check_choice, check_positive
 from curvestep.clip_rules import ClipRule, Quantity
-from curvestep.distributed import local
 from curvestep.optim._update import Number
 from curvestep.optim.counters import ClipStats, Spike
 from curvestep.optim.device import DeviceStep, device_norms
@@ -27,7 +26,8 @@ from curvestep.optim.policy import Decision, Group, Policy, as_float, check_scop
 from curvestep.optim.record import HostStep, StepRecord
 from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
-from curvestep.vectors import global_norm, joint, on_one_device
+from curvestep.tensors.distributed import local
+from curvestep.tensors.vectors import global_norm, joint, on_one_device
 
 
 def clip(

@@ -35,7 +35,7 @@ from curvestep.optim.policy import (
     nonfinite_gradient,
     unscale_pieces,
 )
-from curvestep.vectors import global_norm, joint, on_one_device, widest_dtype
+from curvestep.tensors.vectors import global_norm, joint, on_one_device, widest_dtype
 
 if TYPE_CHECKING:
     from curvestep.optim.record import StepRecord

@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvestep._kernel import Units, View, one_unit_each
 from curvestep.clip_rules import ClipRule, Quantity
-from curvestep.distributed import whole
-from curvestep.vectors import global_norm, on_one_device, safe_norms, view_of, widest_dtype
+from curvestep.tensors.distributed import whole
+from curvestep.tensors.kernel import Units, View, one_unit_each
+from curvestep.tensors.vectors import global_norm, on_one_device, safe_norms, view_of, widest_dtype
 
 if TYPE_CHECKING:
     from curvestep.optim.policy import Decision

@@ -15,11 +15,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvestep._checks import check_choice, check_positive
-from curvestep._kernel import View
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.optim.counters import Limit
 from curvestep.optim.pieces import Pieces, pieces_of
-from curvestep.vectors import global_norm, host_norm, is_readable
+from curvestep.tensors.kernel import View
+from curvestep.tensors.vectors import global_norm, host_norm, is_readable
 
 if TYPE_CHECKING:
     from curvestep.optim.record import StepRecord

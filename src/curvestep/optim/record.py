@@ -20,7 +20,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvestep._kernel import Array
 from curvestep.clip_rules import (
     ClipRule,
     DeviceWindow,
@@ -47,6 +46,7 @@ from curvestep.optim.policy import (
     rule_of,
     unscale_pieces,
 )
+from curvestep.tensors.kernel import Array
 
 # Where a state dict keeps the counters: an entry of the first parameter group.
 COUNTERS = "clip_stats"

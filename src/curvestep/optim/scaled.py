@@ -21,12 +21,12 @@ from torch.optim.optimizer import (
 )
 
 from curvestep.clip_rules import ClipRule, Quantity
-from curvestep.distributed import in_zero_redundancy_optimizer
 from curvestep.optim._update import Bundle, Rule, collect, joined, parts_of
 from curvestep.optim.counters import ClipStats, Spike
 from curvestep.optim.device import DeviceStep, step_on_device
 from curvestep.optim.policy import Group, Policy, as_float, check_scope, is_on_host, rule_of
 from curvestep.optim.record import HostStep, StepRecord
+from curvestep.tensors.distributed import in_zero_redundancy_optimizer
 
 Norm = TypeVar("Norm", float, Tensor)
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
 
-from curvestep.distributed import any_rank
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.observer import ForwardCalls, Mark, ObservedStep, alike, fingerprint
 from curvestep.smoothness.replay import Gradients, Replay
 from curvestep.smoothness.snapshot import undone
-from curvestep.vectors import change, difference, dot, global_norm, precision
+from curvestep.tensors.distributed import any_rank
+from curvestep.tensors.vectors import change, difference, dot, global_norm, precision
 
 
 class NonDeterministicError(RuntimeError):

@@ -26,9 +26,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from curvestep._checks import check_choice, check_count, check_positive
-from curvestep.distributed import whole
-from curvestep.smoothness import ESTIMATORS
-from curvestep.vectors import difference, global_norm, precision
+from curvestep.tensors.distributed import whole
+from curvestep.tensors.vectors import difference, global_norm, precision
+from curvestep.trace.schema import ESTIMATORS
 
 Point = Tensor | Sequence[Tensor]
 Gradient = Callable[[Any], Any]

@@ -25,10 +25,10 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep.distributed import is_sharded, whole
 from curvestep.optimizer_family import Family, family_of
-from curvestep.smoothness import Row
-from curvestep.vectors import PIECE, dot
+from curvestep.tensors.distributed import is_sharded, whole
+from curvestep.tensors.vectors import PIECE, dot
+from curvestep.trace.schema import Row
 
 # P is at least this share of its root mean square over the tensor: a coordinate that gets its first gradient,
 # or one after a long time without, would count for more than all others.

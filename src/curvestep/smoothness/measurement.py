@@ -13,12 +13,12 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, nn
 
-from curvestep.distributed import over_ranks
-from curvestep.smoothness import ESTIMATORS, NONFINITE, OK, Row
 from curvestep.smoothness.estimators import central_difference, central_length, spectral_smoothness
 from curvestep.smoothness.geometry import ChangeInMetric, Geometry
 from curvestep.smoothness.replay import Gradients, Replay, Visitor
-from curvestep.vectors import change, difference, dot_of_changes, global_norm
+from curvestep.tensors.distributed import over_ranks
+from curvestep.tensors.vectors import change, difference, dot_of_changes, global_norm
+from curvestep.trace.schema import ESTIMATORS, NONFINITE, OK, Row
 
 LOCAL_TOLERANCE = 0.1  # relative change of a Hessian product when the difference step is halved
 

@@ -19,14 +19,14 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from curvestep.distributed import local
 from curvestep.lr_schedules import group_peak
 from curvestep.optimizer_family import Family, family_of, parameters_of
-from curvestep.smoothness import Row
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.replay import Closure, Gradients, checked_loss, gradients_of, is_empty
 from curvestep.smoothness.snapshot import PassState
-from curvestep.vectors import global_norm
+from curvestep.tensors.distributed import local
+from curvestep.tensors.vectors import global_norm
+from curvestep.trace.schema import Row
 
 Listener = Callable[[tuple[object, ...], dict[str, object]], None]
 

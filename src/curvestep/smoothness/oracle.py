@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from curvestep._checks import check_positive
-from curvestep.distributed import is_sharded, over_ranks
 from curvestep.smoothness.determinism import (
     NonDeterministicError,
     check_repeatable,
@@ -20,6 +19,7 @@ from curvestep.smoothness.determinism import (
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.replay import Gradients, Replay, checked_loss
 from curvestep.smoothness.snapshot import detach_state
+from curvestep.tensors.distributed import is_sharded, over_ranks
 
 
 class GradientOracle:

@@ -22,9 +22,7 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from curvestep._checks import check_choice, check_count, check_positive
-from curvestep.distributed import any_rank, from_rank_zero, is_writer, over_ranks, spans_ranks
 from curvestep.optimizer_family import check_optimizer
-from curvestep.smoothness import FAILED, Row
 from curvestep.smoothness.determinism import NonDeterministicError
 from curvestep.smoothness.estimators import check_estimators, check_fractions
 from curvestep.smoothness.measurement import layer_groups
@@ -41,7 +39,9 @@ from curvestep.smoothness.probed_step import ProbedStep, Setup
 from curvestep.smoothness.replay import Closure, trainable_parameters, versions_of
 from curvestep.smoothness.schedule import Schedule
 from curvestep.smoothness.snapshot import PassState
-from curvestep.smoothness.trace import Trace
+from curvestep.tensors.distributed import any_rank, from_rank_zero, is_writer, over_ranks, spans_ranks
+from curvestep.trace.schema import FAILED, Row
+from curvestep.trace.trace import Trace
 
 _CONTINUES = "Training continues; further failures are only recorded in the trace."
 

@@ -20,9 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvestep.distributed import any_rank, copies, over_ranks
 from curvestep.optimizer_family import check_optimizer
-from curvestep.smoothness import NONFINITE, ZERO_STEP, Row
 from curvestep.smoothness.determinism import SelfTest, untracked_error
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.geometry import geometry_of
@@ -56,7 +54,9 @@ from curvestep.smoothness.replay import (
 from curvestep.smoothness.schedule import FOLLOWED_ROWS, short_fractions
 from curvestep.smoothness.snapshot import PassState
 from curvestep.steps import is_clipped
-from curvestep.vectors import global_norm, precision
+from curvestep.tensors.distributed import any_rank, copies, over_ranks
+from curvestep.tensors.vectors import global_norm, precision
+from curvestep.trace.schema import NONFINITE, ZERO_STEP, Row
 
 
 @dataclass

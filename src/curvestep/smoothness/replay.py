@@ -20,7 +20,9 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
 from curvestep._checks import check_finite
-from curvestep.distributed import (
+from curvestep.smoothness.estimators import check_fractions, each
+from curvestep.smoothness.snapshot import PassState, undone
+from curvestep.tensors.distributed import (
     any_rank,
     communicates,
     copies,
@@ -28,9 +30,7 @@ from curvestep.distributed import (
     local,
     spans_ranks,
 )
-from curvestep.smoothness.estimators import check_fractions, each
-from curvestep.smoothness.snapshot import PassState, undone
-from curvestep.vectors import PIECE, change, difference, global_norm
+from curvestep.tensors.vectors import PIECE, change, difference, global_norm
 
 Gradients = Sequence["Tensor | None"]
 Closure = Callable[[], object]  # computes a loss; what it returns is checked

@@ -20,7 +20,7 @@ from numpy.random.mtrand import get_bit_generator
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from curvestep.vectors import PIECE
+from curvestep.tensors.vectors import PIECE
 
 Handler = Callable[[int, FrameType | None], object]
 _SEQUENCES = (list, deque)

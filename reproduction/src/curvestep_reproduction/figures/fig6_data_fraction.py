@@ -1,0 +1,111 @@
+"""Gradient norm and smoothness from a part of the data against all of it: figure 6 of the paper."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from curvestep.display.chart import GRADIENT, SMOOTHNESS, THIN, Axis, Chart, Series
+from curvestep_reproduction.claims.claims import MissingRuns
+from curvestep_reproduction.claims.statistics import measured
+from curvestep_reproduction.figures import legend
+from curvestep_reproduction.figures.plan import PaperFigure, Planned
+from curvestep_reproduction.recipes import get_recipe
+from curvestep_reproduction.training.run_folder import TrainedRun
+
+DATA_SHARES = {"lm-share0.1": 0.1, "lm-share1": 1.0}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Agreement:
+    """How well one estimate follows another over the same iterations."""
+
+    steps: np.ndarray  # iterations at which both were measured
+    part: np.ndarray  # estimates from a part of the data
+    whole: np.ndarray  # estimates from all of it
+    correlation: float  # Pearson correlation of the logarithms
+    ratio: float  # median of ``part / whole``
+    errors: tuple[float, float]  # median, and 90 % quantile, of the relative error ``|part / whole - 1|``
+
+
+def data_fraction(part: TrainedRun, whole: TrainedRun, *, title: str) -> Figure:
+    """Above, estimates from a part and all of the data over the iterations; below, against each other.
+
+    The runs are the same training with another ``probe_data``: measuring does not change a run.
+    """
+    names = f"{part.recipe.probe_data:.0%} of the data", "all data"
+    above, below = [], []
+    for found, label in zip(agreement(part, whole), (GRADIENT, SMOOTHNESS), strict=True):
+        quantity = label.rpartition(" ")[0]
+        series = (
+            Series(names[1], found.steps, found.whole, colour="soft", dash="", mark="square"),
+            Series(names[0], found.steps, found.part, colour=1, dash="", mark="circle"),
+        )
+        axes = Axis("iteration"), Axis(label, log=True)
+        above.append(Chart("over-time", f"{quantity} over training", *axes, series))
+        points = Series("iterates", found.whole, found.part, dash="", mark="circle", shade=found.steps)
+        ends = np.array([found.whole.min(), found.whole.max()])
+        equal = Series("equal", ends, ends, colour="soft", weight=THIN)
+        axes = Axis(f"from {names[1]}", log=True), Axis(f"from {names[0]}", log=True)
+        words = f"agreement of logs {found.correlation:.3f}, median ratio {found.ratio:.3f}"
+        below.append(Chart("against", f"{quantity} from both", *axes, (points, equal), words=words))
+    return legend.described([*legend.lettered(above), *below], [part, whole], title=title)
+
+
+def agreement(part: TrainedRun, whole: TrainedRun) -> tuple[Agreement, Agreement]:
+    """How well the estimates of gradient norm and of smoothness agree, at the steps that both measured."""
+    some, everything = measured(part), measured(whole)
+    steps, at, there = np.intersect1d(some[0], everything[0], return_indices=True)
+    gradient, smoothness = (_compare(steps, some[i][at], everything[i][there]) for i in (1, 2))
+    return gradient, smoothness
+
+
+def _compare(steps: np.ndarray, part: np.ndarray, whole: np.ndarray) -> Agreement:
+    if len(steps) < 3:
+        raise MissingRuns(f"{len(steps)} steps were measured by both runs, 3 are needed")
+    middle, most = np.quantile(np.abs(part / whole - 1), [0.5, 0.9])
+    return Agreement(
+        steps=steps,
+        part=part,
+        whole=whole,
+        correlation=float(np.corrcoef(np.log(part), np.log(whole))[0, 1]),
+        ratio=float(np.median(part / whole)),
+        errors=(float(middle), float(most)),
+    )
+
+
+_SMALL_MODEL: dict[str, Any] = {**legend.SMALL_LSTM, "eval_every": 0}
+_SHARE_RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "laptop": (
+        "ptb-lstm",
+        {**_SMALL_MODEL, "seed": legend.SHOWN_SEED, "num_words": 100_000, "steps": 120, "probe_every": 10},
+    ),
+    "longer": ("ptb-lstm", {**_SMALL_MODEL, "steps": 300, "probe_every": 25}),
+    "epoch": ("ptb-awd-lstm", {"steps": 460, "probe_pieces": 0, "probe_every": 228}),
+    "paper": ("ptb-awd-lstm", {**legend.PAPER_MEASURED, "probe_every": 60}),
+}
+
+
+def share_runs(scale: str) -> list[Planned]:
+    """The same run twice, measured on a tenth of its text and on all of it, at half of each step.
+
+    At laptop scale the text is the first 100,000 words: with all of PTB one gradient takes half a minute.
+    The longer one has all of PTB. At the scale ``epoch`` AWD-LSTM is measured at three points.
+    """
+    model, fields = _SHARE_RUNS[scale]
+    found = legend.LANGUAGE[legend.BY_HAND]
+    common = {"seed": legend.LONGER[1], "lr": found.lr, "max_norm": found.max_norm, "fractions": (0.5,)}
+    recipe = get_recipe(model, scale, **(common | fields))
+    return [Planned(setting, replace(recipe, probe_data=share)) for setting, share in DATA_SHARES.items()]
+
+
+FIG6 = PaperFigure(
+    name="fig6",
+    runs=share_runs,
+    title="Figure 6: a tenth of the data against all of it",
+    caption="A point is measured twice in one run: on a tenth of its text and on all of it.",
+    draw=lambda results, title: data_fraction(*(results.shown(name)[0] for name in DATA_SHARES), title=title),
+)

@@ -1,0 +1,109 @@
+"""Fields of recipes as options of a command line."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from argparse import SUPPRESS, Namespace
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import get_args, get_type_hints
+
+from curvestep.cli.parser import INTEGER, NUMBER, TEXT, Kind, Parser, UsageError, as_typed, one_of
+from curvestep.trace.run import Fields
+from curvestep_reproduction.recipes import SCALES, Recipe, get_recipe, recipe_names, with_fields
+
+NOT_OPTIONS = ("name", "scale")  # fields of a recipe that are chosen by its name and scale
+NUMBER_OR_AUTO = Kind("auto|X", "a number or auto", lambda word: word if word == "auto" else float(word))
+KINDS = {
+    str: TEXT, int: INTEGER, float: NUMBER, bool: one_of("true", "false"), tuple[float, ...]: NUMBER,
+}  # fmt: skip
+
+
+def read_with_recipe(
+    parser: Parser, args: Sequence[str], *, auto: Sequence[str] = (), several: bool = False
+) -> tuple[Namespace, Recipe, Fields]:
+    """A command's own options, the recipe that is named first, and its fields that were given.
+
+    Fields in ``auto`` may be measured; with ``several`` each field takes a list of values.
+    """
+    command = parser.prog
+    names = recipe_names()
+    if args[:1] in (["-h"], ["--help"]):
+        parser.usage = f"{command} RECIPE [-h] [OPTIONS]"
+        parser.prog = f"{command} {names[0]}"
+        parser.epilog = f"Recipes: {', '.join(names)}.\nEvery field is an option too: {parser.prog} --help"
+        parser.read(args)
+    if not args or args[0].startswith("-"):
+        parser.error(f"name a recipe first, one of {', '.join(names)}")
+    name, *rest = args
+    if name.endswith(".py"):
+        raise UsageError(
+            f"{command}: {name} is a script, and {command} serves built-in recipes: {', '.join(names)}. In "
+            "your script call curvestep.calibrate or curvestep.SmoothnessProbe; see curvestep --help."
+        )
+    without_help = [word for word in rest if word not in ("-h", "--help")]
+    scale = parser.parse_known_args(without_help)[0].scale  # which decides the other defaults
+    try:
+        recipe = get_recipe(name, scale)
+    except ValueError as error:
+        raise UsageError(f"{command}: {error}") from None
+    parser.prog = f"{command} {name}"
+    options = _add_fields(parser, recipe, auto, several)
+    chosen = parser.read(rest)
+    return chosen, recipe, {name: vars(chosen)[name] for name in options if name in chosen}
+
+
+def with_given(parser: Parser, recipe: Recipe, given: Fields) -> Recipe:
+    """The recipe with these fields; a value that it refuses is a wrong command line."""
+    try:
+        return with_fields(recipe, **given)
+    except (TypeError, ValueError) as error:
+        parser.error(str(error))
+
+
+def add_scale(parser: Parser, words: str = "Preset of sizes and step counts") -> None:
+    """Add ``--scale``."""
+    parser.option("--scale", words, default="laptop", kind=one_of(*SCALES))
+
+
+def _add_fields(parser: Parser, recipe: Recipe, auto: Sequence[str], several: bool) -> list[str]:
+    """Add an option for every field of a recipe; the names of the fields."""
+    hints = get_type_hints(type(recipe))
+    texts = help_texts(type(recipe))
+    added = []
+    for field in fields(recipe):
+        name, default = field.name, getattr(recipe, field.name)
+        is_list = isinstance(default, tuple)
+        if name in NOT_OPTIONS or (several and is_list):
+            continue
+        kind = KINDS.get(hints[name]) or one_of(*get_args(hints[name]))
+        words = texts[name].rstrip(".")
+        settings: Fields = {"default": SUPPRESS, "shown": as_typed(default)}
+        if name in auto:
+            kind = NUMBER_OR_AUTO
+            words = f"{words}; auto: measured at the start"
+        if several or is_list:
+            settings["nargs"] = "+" if several else "*"
+        if several and kind.metavar.startswith("{"):  # argparse would list the choices twice
+            settings["metavar"] = "NAME"
+            words = f"{words}; {kind.needed}"
+        parser.option(f"--{name.replace('_', '-')}", words, kind=kind, **settings)
+        added.append(name)
+    return added
+
+
+def help_texts(recipe: type[Recipe]) -> dict[str, str]:
+    """The help of each field: the first sentence about it in the ``Args`` of its class, or of a base class.
+
+    Example:
+        >>> help_texts(Recipe)["momentum"]
+        'Momentum of the optimizer.'
+    """
+    found: dict[str, str] = {}
+    for owner in reversed(recipe.__mro__):
+        listed = inspect.cleandoc(str(owner.__doc__)).partition("\nArgs:\n")[2]
+        for entry in re.split(r"\n(?=    \w+: )", "\n" + listed):
+            name, _, text = " ".join(entry.split()).partition(": ")
+            found[name] = re.split(r"(?<=\.) ", text.replace("``", ""))[0]
+    return found

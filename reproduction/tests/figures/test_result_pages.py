@@ -1,0 +1,110 @@
+"""The result pages of the reproduction, from runs written by hand; some of the plan are missing."""
+
+import json
+import re
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from curvestep_reproduction.claims.claims import NOT_TESTED
+from curvestep_reproduction.claims.statements import STATEMENTS
+from curvestep_reproduction.figures.legend import BY_HAND
+from curvestep_reproduction.figures.reproduction import make_plan
+from curvestep_reproduction.training.run_folder import CHECKPOINT
+from reproduction.tests.claims.test_statements import write_trace
+from reproduction.tests.figures.pages import DOCS, load_script
+from reproduction.tests.figures.test_reproduction import fake_runs
+
+
+def marks(*names):
+    return "\n".join(f"<!-- {name} -->\nold\n<!-- /{name} -->" for name in names)
+
+
+@pytest.fixture
+def script(tmp_path, monkeypatch):
+    """The script, writing into a folder of its own."""
+    module = load_script()
+    (tmp_path / "docs" / "results" / "images").mkdir(parents=True)
+    for name in ("reproduction", "longer"):
+        (tmp_path / "docs" / "results" / f"{name}.md").write_text(marks("found", "runs", "figures"))
+    (tmp_path / "docs" / "reproduction.md").write_text(marks("found", "claims"))
+    (tmp_path / "docs" / "results" / "claims.md").write_text(marks("numbers"))
+    (tmp_path / "docs" / "results" / "verdicts.md").write_text(marks("changed"))
+    monkeypatch.setattr(module, "DOCS", tmp_path / "docs")
+    monkeypatch.setattr(module, "IMAGES", tmp_path / "docs" / "results" / "images")
+    monkeypatch.setattr(module, "KEPT", tmp_path / "kept")
+    monkeypatch.setattr(module, "KEPT_CLAIMS", tmp_path / "kept.json")
+    return module
+
+
+def leave_runs(folder, *, seeds=(0, 1)):
+    """What a part of the longer runs might leave: the main pair of figure 2 on some seeds."""
+    plan = make_plan("longer", ("fig2",))
+    chosen = [run for run in plan.runs if run.setting in (BY_HAND, "lm-lr2") and run.recipe.seed in seeds]
+    plan = replace(plan, runs=tuple(chosen))
+    fake_runs(plan, folder, loss_of=lambda setting, seed: np.linspace(9, 5, 400))
+    (folder / "runs").rename(folder / "all")
+    (folder / "runs").mkdir()
+    (folder / "all").rename(folder / "runs" / "ptb-longer")
+    for run in chosen:
+        there = folder / "runs" / "ptb-longer" / run.name
+        alpha = 1.0 if run.setting == BY_HAND else 0.0
+        write_trace(there / "trace.jsonl", alpha + 0.02 * run.recipe.seed**2, seed=run.recipe.seed)
+        (there / CHECKPOINT).write_bytes(b"heavy")
+
+
+@pytest.mark.slow
+def test_a_part_of_the_longer_runs_is_kept_judged_and_drawn_again_without_their_folder(script, tmp_path):
+    leave_runs(tmp_path / "out")
+    script.main(["--longer", str(tmp_path / "out"), "--commit", "0123456"])
+    assert len(list((tmp_path / "kept" / "longer").iterdir())) == 4
+    claims = {claim["name"]: claim for claim in json.loads((tmp_path / "kept.json").read_text())["longer"]}
+    assert claims["less-without-clipping"]["verdict"] == NOT_TESTED  # two of its three seeds
+    assert claims["less-without-clipping"]["so_far"].startswith("The correlation of logs is ")
+    assert "[numbers](results/claims.md#affine-law)" in (tmp_path / "docs" / "reproduction.md").read_text()
+    changed = (tmp_path / "docs" / "results" / "verdicts.md").read_text()
+    assert f"| [Figure 2(b)](claims.md#less-without-clipping) | supported | {NOT_TESTED} |" in changed
+    assert '<a id="affine-law"></a>' in (tmp_path / "docs" / "results" / "claims.md").read_text()
+    page = (tmp_path / "docs" / "results" / "longer.md").read_text()
+    assert "| `lm-lr30clip0.25`: lr 30, clip 0.25 | 0, 1 | 400 steps | 5.1" in page
+    assert "4 of 15 runs, made by 0123456" in page
+    assert "Not run yet: lr 2, clip 0.25; LSTM 64/100, 2,000 different words; ResNet20." in page
+    assert "(images/longer-fig2.png)" in page
+    assert (tmp_path / "docs" / "results" / "images" / "longer-fig2.png").exists()
+    assert "\nold\n" not in page
+
+    script.main([])
+    assert (tmp_path / "docs" / "results" / "longer.md").read_text() == page
+
+
+def test_runs_are_not_kept_without_the_commit_that_made_them(script, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        script.main(["--epoch", str(tmp_path)])
+    assert "--epoch needs --commit" in capsys.readouterr().err
+
+
+def test_a_page_without_a_place_for_a_part_says_so(script, tmp_path):
+    (tmp_path / "page.md").write_text("nothing")
+    with pytest.raises(ValueError, match="no place for 'runs'"):
+        script.fill(tmp_path / "page.md", runs="")
+
+
+def test_every_answer_is_one_sentence_with_three_numbers_at_most_and_no_brackets():
+    text = (DOCS / "reproduction.md").read_text(encoding="utf-8")
+    tables = text.partition("<!-- claims -->")[2].partition("<!-- /claims -->")[0].replace("\\|", "")
+    rows = [line.split(" | ") for line in tables.splitlines() if "[numbers]" in line]
+    assert len(rows) == len(STATEMENTS)
+    for row in rows:
+        sentence = row[2]
+        assert len(re.findall(r"\d+(?:[.,]\d+)*(?:e[+-]?\d+)?", sentence)) <= 3, sentence
+        assert re.search(r"[()\[\]]", sentence) is None, sentence
+        assert re.fullmatch(r"(?:[^.]|\.\d)+\.", sentence), sentence  # no full stop but the last
+
+
+def test_the_pages_have_a_place_for_every_part():
+    for name in ("epoch", "paper", "longer", "reproduction"):
+        text = (DOCS / "results" / f"{name}.md").read_text(encoding="utf-8")
+        for part in ("found", "runs", "figures"):
+            assert f"<!-- {part} -->" in text
+            assert f"<!-- /{part} -->" in text

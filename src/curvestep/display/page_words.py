@@ -1,0 +1,379 @@
+"""The text of the page: verdicts, a sentence or two for each chart and run, headings, the setup table."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from markupsafe import Markup
+
+import curvestep
+from curvestep.advice.advice import Advice
+from curvestep.advice.advice_words import rate_name
+from curvestep.advice.decision import CANNOT_TELL, DIVERGED
+from curvestep.display.chart import NUM_COLOURS
+from curvestep.display.markup import plain
+from curvestep.display.results import finite, stability, usable
+from curvestep.display.views import DAMAGED, RunView, Task
+from curvestep.fit.samples import lr_of_run
+from curvestep.optimizer_family import family_of
+from curvestep.trace.run import Fields
+
+_SUBJECTS = {"loss": "loss ", "start": "at the start "}  # of reasons that name none
+
+
+def verdict(task: Task, *, title: str = "") -> Fields:
+    """Verdict of a task's runs together: numbers, reasons, and what to know before relying on them."""
+    first, *others = task.runs
+    so_far = ""
+    if first.status == "running" and not others:
+        so_far = f"{_ending(first)} "
+    missing = _missing(task)
+    advice = task.advice
+    if advice is None or advice.action == CANNOT_TELL:
+        return {"title": title, **_without_advice(task, so_far), "warnings": missing}
+    reasons = [note for note in advice.reasons if note.kind != "tie"]
+    return {
+        "title": title,
+        "action": advice.action,
+        "verdict": f"{so_far}{advice.verdict}",
+        "advice": advice_table(advice, task),
+        "code": code_for(advice, first),
+        "sure": how_sure(task, [note.text for note in advice.reasons if note.kind == "tie"]),
+        "reasons": [f"{_SUBJECTS.get(note.kind, '')}{note.text}" for note in reasons],
+        "warnings": [*map(str, advice.warnings), *missing],
+    }
+
+
+def _missing(task: Task) -> list[str]:
+    """Facts that runs lack, and how they were lost; of a lone run only what its verdict does not say."""
+    if len(task.runs) == 1:
+        return [note.text for note in task.runs[0].notes if note.kind == DAMAGED]
+    lines: list[str] = []
+    for view in task.runs:
+        if view.is_lost:
+            reason = view.facts.get("message", "its loss rose far, or was not finite")
+            lines.append(f"{view.name}: diverged with {view.setting}; {reason}.")
+            continue
+        if view.status == "running":
+            lines.append(f"{view.name} is not finished: this is what {view.step:,} steps say.")
+        lines += [f"{view.name}: {note}" for note in view.notes]
+    return lines
+
+
+def _without_advice(task: Task, so_far: str) -> Fields:
+    """The verdict where nothing can be advised."""
+    lost = [
+        f"{view.setting}: {view.facts.get('message', f'at step {view.step:,}')}"
+        for view in task.runs
+        if view.is_lost
+    ]
+    if len(lost) == len(task.runs):
+        way_out = "Clip at a smaller max_norm or lower lr; calibrate measures both beforehand."
+        return {"action": DIVERGED, "verdict": f"DIVERGED {'; '.join(lost)}. {way_out}"}
+    found = "No advice: nothing was measured. Train with a probe (--probe-every 5), and make the page again."
+    if task.advice is not None:
+        found = task.advice.verdict
+    return {"verdict": f"{so_far}{found}"}
+
+
+def advice_table(advice: Advice, task: Task) -> dict[str, str]:
+    """The numbers of the advice, of one run old and new, rounded for reading; none where it has none."""
+    if advice.lr is None or advice.max_norm is None:
+        return {}
+    rate, lr = rate_name(advice.lr_is_peak), f"{advice.lr:.3g}"
+    table = {"rate": rate, "lr": lr, "max_norm": f"{advice.max_norm:.3g}".replace("inf", "none")}
+    if advice.next_lr is not None:
+        table["next"] = f"{rate} {advice.next_lr:.3g}"
+    view, *others = task.runs
+    if others:
+        return table
+    taken = f"{lr_of_run(view.header, view.measured['lr']):.3g}"
+    share = f"{view.clipped_fraction:.0%} of steps clipped".replace("nan% of steps clipped", "")
+    return {**table, "lr": " → ".join(dict.fromkeys((taken, lr))), "clipped": share}
+
+
+def how_sure(task: Task, ties: list[str]) -> str:
+    """What the verdict rests on, in a line."""
+    view, *others = task.runs
+    if others:
+        return " ".join([f"{len(task.runs)} runs are compared by their final training loss.", *ties])
+    return f"one run of {len(view.measured['step']):,} measurements cannot rank lr within a factor of 10."
+
+
+def code_for(advice: Advice, view: RunView) -> str:
+    """Lines that make an optimizer as advised; empty where no number or no optimizer is known.
+
+    Example:
+        >>> advice = Advice(
+        ...     action="keep", kind="no-sign", verdict="", lr=0.003, max_norm=0.92, lr_is_peak=True
+        ... )
+        >>> header = {"optimizer": "AdamW", "weight_decay": 0.1}
+        >>> print(code_for(advice, RunView(name="", setting="", header=header)))
+        opt = torch.optim.AdamW(model.parameters(), lr=0.003, weight_decay=0.1)
+        cs.clip(opt, 0.92)
+        # lr is the peak: keep your schedule
+    """
+    name = str(view.header.get("optimizer", ""))
+    if advice.lr is None or advice.max_norm is None or not name.isidentifier():
+        return ""
+    settings = f"model.parameters(), lr={advice.lr:.3g}"
+    for option in ("momentum", "weight_decay"):
+        if value := view.header.get(option):
+            settings += f", {option}={value:g}"
+    threshold = f"{advice.max_norm:.3g}".replace("inf", "float('inf')")
+    if hasattr(curvestep, name):
+        lines = [f"opt = cs.{name}({settings}, {family_of(name).threshold}={threshold})"]
+    else:
+        home = "torch.optim." if hasattr(torch.optim, name) else ""
+        lines = [f"opt = {home}{name}({settings})", f"cs.clip(opt, {threshold})"]
+        lines = lines[: 1 + math.isfinite(advice.max_norm)]
+    if advice.lr_is_peak:
+        lines.append("# lr is the peak: keep your schedule")
+    return "\n".join(lines)
+
+
+def _sentences(*said: tuple[bool, str]) -> str:
+    """The sentences that apply, one after the other."""
+    return " ".join(text for applies, text in said if applies)
+
+
+def run_summary(view: RunView) -> str:
+    """How the run ended, how much was clipped, and how it did on held-out data."""
+    metrics = ", ".join(f"{name} {value:.4g}" for name, value in view.metrics.items()).replace("_", " ")
+    clipped, spikes = view.clipped_fraction, _spikes(view)
+    return _sentences(
+        (True, _ending(view)),
+        (math.isfinite(view.final_loss), f"Training loss ends at {view.final_loss:.4g}."),
+        (metrics != "", f"{metrics.capitalize()}."),
+        (math.isfinite(clipped), f"{clipped:.0%} of the steps were clipped."),
+        (spikes != "", spikes),
+    )
+
+
+def _spikes(view: RunView) -> str:
+    """How many steps stood out by their gradient norm, and where the last did; empty without any."""
+    spikes = view.trace.spikes if view.trace else []
+    if not spikes:
+        return ""
+    step, layer = spikes[-1]["step"], spikes[-1].get("layer")
+    return f"Spikes: {len(spikes):,}. The last is at step {step:,}, most of it in {layer}."
+
+
+def _ending(view: RunView) -> str:
+    unknown = "no reason is on record" if view.fields else "a number is not finite"
+    reason = view.facts.get("message", unknown)
+    endings = {
+        "finished": f"Finished after {view.step:,} steps.",
+        "diverged": f"Diverged at step {view.step:,}: {reason}.",
+        "interrupted": f"Interrupted at step {view.step:,}; it can be resumed.",
+        "failed": f"Failed at step {view.step:,}: {reason}.",
+        "running": f"It is not finished: it has taken {view.step:,} steps.",
+    }
+    return endings.get(view.status, f"The trace ends at step {view.step:,}.")
+
+
+def scatter(view: RunView) -> str:
+    """Range, correlation with its control, and the fitted line."""
+    rows = usable(view.measured, "grad_norm", "smoothness")
+    words = (
+        f"A point is one of {len(rows['grad_norm']):,} steps. Gradient norms go from "
+        f"{_range(rows['grad_norm'])}, sharpness from {_range(rows['smoothness'])}."
+    )
+    if view.fit is None:
+        return words
+    fit, control = view.fit, view.fit.control
+    low, high = fit.spearman_interval
+    expected = f"; constant sharpness would show {control.spearman:.2f}" if control else ""
+    return (
+        f"{words} Their rank correlation is {fit.spearman:.2f} "
+        f"({fit.level:.0%} interval {low:.2f} to {high:.2f}){expected}. "
+        f"The line has {fit.quantile:.0%} of the points below it: L0 {fit.L0:.3g}, L1 {fit.L1:.3g}. "
+        "The frontier lies above all points."
+    )
+
+
+def norm(view: RunView) -> str:
+    """Range of the gradient norm and how often it was clipped."""
+    norms, share = finite(view.rows["grad_norm"]), view.clipped_fraction
+    clipped = "" if math.isnan(share) else f"; about {share:.0%} of the steps were clipped"
+    return _sentences(
+        (True, f"Gradient norms go from {_range(norms)}; their median is {np.median(norms):.3g}."),
+        (math.isfinite(view.max_norm), f"Clipping starts at {view.max_norm:.4g}{clipped}."),
+    )
+
+
+def loss(view: RunView) -> str:
+    """Where the loss started, where it ended, and its lowest point."""
+    values = finite(view.rows["loss"])
+    end = f"{values[-1]:.4g} at the last step where it was finite"
+    if math.isfinite(view.final_loss):
+        end = f"{view.final_loss:.4g} at the end (mean over the last steps)"
+    words = f"Training loss is {values[0]:.4g} at the start, {values.min():.4g} at its lowest and {end}."
+    held_out = finite(view.held_out.get("loss", np.array([])))
+    if len(held_out):
+        words += f" Held-out loss ends at {held_out[-1]:.4g}."
+    return words
+
+
+def edge(view: RunView) -> str:
+    """How much of the run lies above the edge of stability."""
+    edges, limit = stability(view.measured)
+    edges = edges[np.isfinite(edges) & (edges > 0)]
+    if not len(edges):
+        return "There is no learning rate or no positive sharpness on record."
+    metric = "" if limit == 2.0 else ", in the optimizer's metric: read it as a trend"
+    return (
+        f"The stability margin is {np.median(edges):.3g} in the median and goes from {_range(edges)}; "
+        f"{np.mean(edges > 1):.0%} of the steps shown are above 1. "
+        f"It is lr times sharpness over {limit:.3g}{metric}."
+    )
+
+
+def within(view: RunView) -> str:
+    """Whether smoothness grows with the gradient norm inside single steps; empty where not tested."""
+    if view.fit is None or view.fit.within.missing:
+        return ""
+    return str(view.fit.within)
+
+
+def layers(view: RunView) -> str:
+    """The layers with the largest and the smallest median sharpness."""
+    names = [f"{name} ({np.median(finite(values)):.3g})" for name, values in view.layers.items()]
+    return _sentences(
+        (True, f"A line is the sharpness of one of {len(names)} layers."),
+        (True, f"In the median it is largest in {names[0]} and smallest in {names[-1]}."),
+        (len(names) > NUM_COLOURS, "The sharpest have names, the others are grey."),
+    )
+
+
+def calibration(view: RunView) -> str:
+    """Gains of the trials, and the setting that follows."""
+    found = view.calibration
+    assert found is not None
+    arms = found.last_arms
+    best = max(arms, key=lambda arm: arm.gain)
+    return (
+        f"{len(arms)} trials of {arms[0].num_steps} steps ran before training and took "
+        f"{found.num_gradients} gradients in all. The loss of other batches fell most, "
+        f"by {best.gain:.3g}, at lr {best.lr:.3g}. The choice is lr {found.lr:.3g}; confidence: "
+        f"{found.confidence}."
+    )
+
+
+# By the kind of the chart.
+OF_RUN: dict[str, Callable[[RunView], str]] = {
+    "scatter": scatter, "norm": norm, "loss": loss, "edge": edge, "layers": layers,
+    "calibration": calibration,
+    "within": lambda view: f"{within(view)} Each point is one step: the change of both over its last part.",
+}  # fmt: skip
+
+
+def comparison(views: Sequence[RunView], num_settings: int) -> str:
+    """Runs by final training loss, the best first."""
+    best = views[0]
+    lowest = f"Training loss ends lowest, at {best.final_loss:.4g}, in {best.name} ({best.setting})."
+    diverged = sum(view.is_lost for view in views)
+    seeds = f"{num_settings} settings: a line is the mean over seeds, a band their range."
+    return _sentences(
+        (True, f"{len(views)} runs share these axes."),
+        (num_settings < len(views), seeds),
+        (math.isfinite(best.final_loss), lowest),
+        (diverged > 0, f"{diverged} diverged."),
+    )
+
+
+# Headings of the kinds of claims of a reproduction, what their second column holds, and colours of verdicts.
+CLAIM_PARTS = {
+    "paper": ("The paper's claims", "the paper says"),
+    "erratum": ("Errata", "the paper says"),
+    "addition": ("Our additions", "asked"),
+}
+BADGES = {"reproduced": "supported", "holds": "supported", "not reproduced": "not", "does not hold": "not"}
+
+
+def claim_parts(claims: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
+    """The claims of a reproduction kind by kind, each with the class of its badge."""
+    parts = []
+    for kind, (heading, asked) in CLAIM_PARTS.items():
+        rows = [
+            {**claim, "badge": BADGES.get(str(claim.get("verdict")), "")}
+            for claim in claims
+            if claim.get("kind") == kind
+        ]
+        if rows:
+            tally = Counter((row["verdict"], row["badge"]) for row in rows)
+            parts.append({"heading": heading, "asked": asked, "rows": rows, "tally": tally})
+    return parts
+
+
+def page_title(views: Sequence[RunView], places: Sequence[Path], *, reproduction: bool) -> str:
+    """The heading where the user gave none: the run, or the folder of several."""
+    if reproduction:
+        return "Why gradient clipping accelerates training: a reproduction"
+    if len(views) == 1:
+        return views[0].name
+    return ", ".join(place.resolve().name for place in places[:3])
+
+
+def subtitle(views: Sequence[RunView]) -> str:
+    """How the runs ended, and on which data; the setup tells where from."""
+    states = Counter(view.ending or "measured" for view in views)
+    facts = [f"{count} {status}" for status, count in states.items()]
+    if len(views) == 1:
+        facts = [f"{views[0].step:,} steps"]
+    facts += dict.fromkeys(str(view.facts.get("data", "")).partition(" from ")[0] for view in views)
+    return "; ".join(filter(None, facts))
+
+
+def setup(views: Sequence[RunView]) -> dict[str, str]:
+    """Recipe, status and header of the trace: each field with the values that runs have."""
+    table: dict[str, dict[str, None]] = {}
+    for view in views:
+        for name, value in {**view.fields, **view.facts, **view.header}.items():
+            table.setdefault(name.replace("_", " "), {})[str(value)] = None
+    return {name: "; ".join(values) for name, values in table.items()}
+
+
+def _range(values: np.ndarray) -> str:
+    return f"{values.min():.3g} to {values.max():.3g}"
+
+
+# Words with an explanation on hover, and in the list at the end of the page.
+GLOSSARY = {
+    "sharpness": "How fast the gradient changes along the step. The sharper, the shorter safe steps.",
+    "gradient norm": "Length of the gradient of all parameters together, before clipping.",
+    "stability margin": "lr times sharpness, over the largest stable value. Above 1 steps overshoot.",
+    "edge of stability": "A stability margin of 1: longer steps overshoot.",
+    "elasticity": "How sharpness follows the gradient norm: 0 is not at all, 1 is in proportion.",
+    "frontier": "The lowest line above all measured points.",
+    "rank correlation": "1 where two numbers always rise together, 0 where they are unrelated.",
+    "max_norm": "Gradient norm at which clipping starts.",
+    "predicted fall": "Length of the step times slope of the loss. Short steps achieve nearly all of it.",
+    "peak lr": "The largest learning rate of the schedule.",
+}
+_WORDS = re.compile(rf"\b({'|'.join(GLOSSARY)})\b", re.IGNORECASE)
+
+
+def explained(text: str) -> Markup:
+    """The text for HTML, the first use of each known word with its explanation on hover.
+
+    Example:
+        >>> explained("frontier <b>")
+        Markup('<abbr title="The lowest line above all measured points.">frontier</abbr> &lt;b&gt;')
+    """
+    left = set(GLOSSARY)
+
+    def mark(found: re.Match[str]) -> str:
+        word = found.group()
+        if word.lower() not in left:
+            return word
+        left.discard(word.lower())
+        return f'<abbr title="{GLOSSARY[word.lower()]}">{word}</abbr>'
+
+    return Markup(_WORDS.sub(mark, plain(text)))

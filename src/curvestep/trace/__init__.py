@@ -1,0 +1,1 @@
+"""What was measured: folders of runs, found and read."""

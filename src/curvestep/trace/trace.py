@@ -1,0 +1,417 @@
+r"""The rows that a probe measures, in memory and in an append-only file; their schema is the package's.
+
+A trace file is JSON Lines: a header, then one object per row, written as soon as it is measured::
+
+    {"format": "curvestep-trace", "schema": 1, "fractions": [0.5, 1.0], "optimizer": "ClippedSGD", ...}
+    {"step": 5, "loss": 6.9, "grad_norm": 0.48, "step_norm": 0.75, "smoothness": 1.2, "secants": [1.2, 1.0]}
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import math
+import platform
+import sys
+import warnings
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from functools import cache, partial
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+
+import numpy as np
+
+from curvestep._checks import check_choice
+from curvestep._files import RowFile, dump_row, end_of_last_row, load_row, read_rows, write_atomically
+from curvestep.display.markup import html_table
+from curvestep.steps import CLIP_COLUMNS, clip_norms
+from curvestep.trace.schema import FIELDS, OK, Row
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+T = TypeVar("T")
+KeyPath = tuple[str, ...]
+
+FORMAT = "curvestep-trace"
+SCHEMA = 1
+
+
+class Trace:
+    """Rows of a measured training run, as columns in memory and, with a ``path``, in a file.
+
+    A file that is continued is read first: a torn last line is cut off, and a row whose step is already there
+    is not written twice. ``step`` is the key of a row; the first row of a step stays.
+
+    Args:
+        path: File to write, created with its folders if need be. None keeps the rows in memory only.
+        header: What was measured on what, for the first line of the file: plain JSON values.
+        if_exists: What to do with a file that holds rows: ``"resume"`` it, write to a ``"new"`` one beside it
+            (``trace-2.jsonl``), or ``"overwrite"`` it.
+
+    Example:
+        >>> trace = Trace(header={"model": "lstm", "fractions": [0.5, 1.0]})
+        >>> trace.append({"step": 0, "grad_norm": 0.5, "smoothness": 2.0, "secants": [2.0, 1.5]})
+        True
+        >>> trace.append({"step": 0, "grad_norm": 0.7})    # this step is there already
+        False
+        >>> trace.column("grad_norm"), trace.column("kappa"), trace.column("secants")
+        (array([0.5]), array([nan]), array([[2. , 1.5]]))
+        >>> trace[0]["smoothness"], trace[0]["kappa"], trace.fractions
+        (2.0, None, (0.5, 1.0))
+    """
+
+    def __init__(
+        self, path: str | Path | None = None, *, header: Row | None = None, if_exists: str = "resume"
+    ) -> None:
+        check_choice("if_exists", if_exists, ("resume", "new", "overwrite"))
+        header = header or {}
+        self.path: Path | None = None
+        self.header = _plain({"format": FORMAT, "schema": SCHEMA, "versions": _versions(), **header})
+        # A value a row, None where it is missing and nothing after the last; in the order of first sight.
+        self._columns: dict[KeyPath, list[object]] = {}
+        self._cached: dict[Hashable, Any] = {}  # by `cached`, since the last row
+        self._length = 0
+        self._last_step = -math.inf
+        self._file: RowFile | None = None
+        self._unwritten: list[bytes] = []
+        self._closed = False
+        if path is not None:
+            self.path = _chosen_path(Path(path), if_exists)
+            self._file = self._open(self.path, header)
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """The trace in a file, for reading: rows appended to it later stay in memory.
+
+        A damaged line is skipped with a warning; a file that is no trace, or of a newer schema, is refused.
+        """
+        trace = cls()
+        trace.path = Path(path)
+        trace._read(trace.path)
+        return trace
+
+    def describe(self, facts: Mapping[str, object]) -> None:
+        """Add facts about the run to the header, while there is no row; those that it has already stay."""
+        if len(self):
+            return
+        self.header = _plain({**facts, **self.header})
+        self._cached.clear()
+        self._rewrite([self.header])
+
+    def append(self, row: Mapping[str, object]) -> bool:
+        """Add ``row`` in memory and on disk; False if its step was there already.
+
+        A file that cannot be written (a full disk) raises ``OSError``, but the row is kept in memory and
+        written with the next one that succeeds.
+        """
+        if self._closed:
+            raise ValueError("This trace is closed. Open it again with Trace(path) to append to it.")
+        plain = _plain(row)
+        line = dump_row(plain)  # a value that JSON has no form for is refused before anything is stored
+        added = self._add(plain)
+        if self._file is not None:
+            self._unwritten += [line] * added
+            while self._unwritten:
+                self._file.write(self._unwritten[0])
+                del self._unwritten[0]
+        return added
+
+    def cut(self, step: int) -> int:
+        """Drop the rows from ``step`` on, in memory and on disk; returns how many.
+
+        For a run that goes on from an older checkpoint: what was measured after it is not part of this run.
+        """
+        rows = list(map(self._row, range(len(self))))
+        kept = [row for row in rows if not _step_of(row) >= step]
+        if len(kept) < len(rows):
+            self._columns, self._length, self._last_step, self._unwritten = {}, 0, -math.inf, []
+            self._cached.clear()
+            for row in kept:
+                self._add(row)
+            self._rewrite([self.header, *kept])
+        return len(rows) - len(kept)
+
+    def close(self) -> None:
+        """Close the file; the rows stay readable."""
+        if self._file is not None:
+            self._file.close()
+        self._file, self._closed = None, True
+
+    def __enter__(self) -> Trace:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> Row:
+        if not -len(self) <= index < len(self):
+            raise IndexError(f"there is no row {index}: the trace has {len(self)}")
+        return {**dict.fromkeys(FIELDS), **self._row(index % len(self))}
+
+    def __iter__(self) -> Iterator[Row]:
+        return map(self.__getitem__, range(len(self)))
+
+    def __repr__(self) -> str:
+        where = "" if self.path is None else f", {str(self.path)!r}"
+        return f"<Trace: {len(self)} rows{where}>"
+
+    def _repr_html_(self) -> str:
+        rows = [("column", "first", "median", "last")]
+        for name in self.names:
+            values = self.column(name)
+            if values.dtype != object and values.ndim == 1 and np.isfinite(values).any():
+                middle = float(np.median(values[np.isfinite(values)]))
+                rows.append((name, f"{values[0]:.4g}", f"{middle:.4g}", f"{values[-1]:.4g}"))
+        return html_table(repr(self)[1:-1], rows)
+
+    def plot(self) -> Figure:
+        """Loss, gradient norm, smoothness and the edge of stability of the rows so far; needs matplotlib."""
+        from curvestep.display.drawing import figure_of
+        from curvestep.display.results import trace_charts
+
+        return figure_of(trace_charts(self))
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the columns that occur, in the order of first sight."""
+        return list(dict.fromkeys(map("/".join, self._columns)))
+
+    @property
+    def fractions(self) -> tuple[float, ...]:
+        """The fractions of a step that all rows share, ascending; empty if they are in the rows alone."""
+        given = self.header.get("fractions")
+        if not _is_list(given):
+            return ()
+        return tuple(map(float, given))
+
+    @property
+    def clip_norm(self) -> np.ndarray:
+        """The gradient norm at which each step was clipped, as :func:`curvestep.steps.clip_norms` has it."""
+        columns = {name: self.column(name) for name in (*CLIP_COLUMNS, "optimizer")}
+        if not any(columns["optimizer"]):  # older rows leave it to the header
+            columns["optimizer"] = np.array(str(self.header.get("optimizer", "")), dtype=object)
+        return self.cached("clip_norm", lambda: clip_norms(columns))
+
+    @property
+    def spikes(self) -> list[Row]:
+        """The steps whose gradient norm stood out, as the optimizers that step logged them."""
+        return list(itertools.chain.from_iterable(filter(None, self.column("spikes"))))
+
+    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
+        """``make()``, called once until a row is added: for what is computed from all rows."""
+        if key not in self._cached:
+            self._cached[key] = make()
+        return self._cached[key]
+
+    @property
+    def ok(self) -> np.ndarray:
+        """Which rows were measured without trouble (status "ok", or none given), as booleans."""
+        return np.array([status in (OK, None) for status in self._values("status")], dtype=bool)
+
+    def column(self, name: str) -> np.ndarray:
+        """Values of one key, one per row: float64, read-only, NaN where missing.
+
+        Lists (``secants``) are rows of two dimensions, NaN at their ends; words (``status``) and logs
+        (``spikes``) objects, None where missing. A layer's: ``column("layers/encoder/smoothness")``.
+        """
+        column = self.cached(("column", name), partial(self._make_column, name))
+        column.flags.writeable = False
+        return column
+
+    def _make_column(self, name: str) -> np.ndarray:
+        if name not in {*FIELDS, *self.names}:
+            known = ", ".join(self.names) or "none yet"
+            raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
+        values = self._values(name)
+        kind = _kind_of(name, values)
+        is_kept = _OF_KIND.get(kind, _is_number)
+        kept: list[Any] = [value if is_kept(value) else None for value in values]
+        if kind == "numbers":
+            missing = self.fractions if name == "fractions" else ()
+            lists = [found or missing for found in kept]
+            column = np.full((len(lists), max([len(self.fractions), *map(len, lists)])), math.nan)
+            for row, found in zip(column, lists, strict=True):
+                row[: len(found)] = found
+            return column
+        if kind in _OF_KIND:
+            return np.fromiter(kept, object, len(kept))
+        return np.array(kept, dtype=np.float64)
+
+    def _values(self, name: str) -> Sequence[object]:
+        """One key's values as they came, None where they are missing."""
+        found = (values for path, values in self._columns.items() if "/".join(path) == name)
+        values = next(found, [])
+        return values + [None] * (self._length - len(values))
+
+    def _row(self, index: int) -> Row:
+        """Row ``index`` as it came, without the keys that were missing."""
+        row: Row = {}
+        for (*above, key), values in self._columns.items():
+            if index < len(values) and values[index] is not None:
+                place = row
+                for step in above:
+                    place = place.setdefault(step, {})
+                place[key] = copy.copy(values[index])
+        return row
+
+    def _rewrite(self, rows: Sequence[Row]) -> None:
+        """Replace the file, if there is one, by these rows, and go on after them."""
+        if self.path is None or self._file is None:
+            return
+        self._file.close()
+        try:
+            write_atomically(self.path, b"".join(map(dump_row, rows)))
+        finally:  # also where the disk is full: then the file is as it was
+            self._file = RowFile(self.path)
+
+    def _open(self, path: Path, header: Row) -> RowFile:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if _is_empty(path):
+            file = RowFile(path, end=0)
+            file.append(self.header)
+            return file
+        self._read(path)
+        differ = [key for key, value in header.items() if self.header.get(key) != _plain(value)]
+        if differ:
+            warnings.warn(
+                f"{path} is continued, but its header differs in: {', '.join(differ)}. "
+                "Rows measured in different ways do not make one fit; start a new file for a new run.",
+                stacklevel=3,
+            )
+        return RowFile(path, end=end_of_last_row(path))
+
+    def _read(self, path: Path) -> None:
+        with path.open("rb") as file:
+            self.header = _read_header(file.readline(), path)
+            for row in read_rows(file, path, first_line=2):
+                self._add(row)
+
+    def _add(self, row: Mapping[str, object]) -> bool:
+        """Append a row in memory; False if its step is there already."""
+        step = _step_of(row)
+        # The usual row comes after all others; only one that steps back is looked up.
+        if step <= self._last_step and step in self._values("step"):
+            return False
+        self._last_step = max(self._last_step, step)  # stays where the step is NaN
+        for path, value in _cells(row):
+            values = self._columns.setdefault(path, [])
+            values += [None] * (self._length - len(values))
+            values.append(value)
+        self._length += 1
+        self._cached.clear()
+        return True
+
+
+def _cells(row: Mapping[str, object], above: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
+    """Every value of a row with the path of its keys."""
+    for key, value in row.items():
+        if type(value) is dict and value:
+            yield from _cells(value, (*above, key))
+        elif value is not None:
+            yield (*above, key), value
+
+
+def _chosen_path(path: Path, if_exists: str) -> Path:
+    """The file to write, where one of this name may hold rows."""
+    if path.is_dir():
+        raise ValueError(f"{path} is a folder. Name a file in it: {path / 'trace.jsonl'}.")
+    if if_exists == "overwrite" and _holds_rows(path):
+        path.unlink()
+    chosen, numbers = path, itertools.count(2)
+    while if_exists == "new" and _holds_rows(chosen):
+        chosen = path.with_name(f"{path.stem}-{next(numbers)}{path.suffix}")
+    return chosen
+
+
+def _is_empty(path: Path) -> bool:
+    return not path.exists() or path.stat().st_size == 0
+
+
+def _holds_rows(path: Path) -> bool:
+    """Whether a trace has more than a header; a file that is no trace is not touched."""
+    if _is_empty(path):
+        return False
+    with path.open("rb") as file:
+        _read_header(file.readline(), path)
+        return bool(file.readline())
+
+
+def _step_of(row: Mapping[str, object]) -> float:
+    """The step of a row; NaN if it has none that is a number."""
+    step = row.get("step")
+    return step if _is_exact(step) else math.nan
+
+
+def _is_exact(value: object) -> TypeGuard[float]:
+    """Whether a value is a number that float64 holds as it is."""
+    return type(value) is float or (type(value) is int and value.bit_length() <= sys.float_info.mant_dig)
+
+
+def _is_number(value: object) -> bool:
+    return type(value) is bool or _is_exact(value)
+
+
+def _is_list(value: object) -> TypeGuard[list[float]]:
+    """Whether a value is a list of numbers."""
+    return type(value) is list and all(map(_is_exact, value))
+
+
+def _is_log(value: object) -> bool:
+    """Whether a value is a list of objects that name their steps."""
+    return type(value) is list and all(type(v) is dict and _is_exact(v.get("step")) for v in value)
+
+
+def _is_word(value: object) -> bool:
+    """Whether a value is there and is no number."""
+    return value is not None and not _is_number(value)
+
+
+_OF_KIND = {"numbers": _is_list, "word": _is_word, "log": _is_log}  # of the others: numbers
+
+
+def _kind_of(name: str, values: Sequence[object]) -> str:
+    """Kind of a column, by the schema or by its values."""
+    if name in FIELDS:
+        return FIELDS[name].kind
+    return "word" if any(map(_is_word, values)) else "number"
+
+
+def _read_header(line: bytes, path: Path) -> Row:
+    """The first line, or an error in one line that says why this is no trace we can read."""
+    if not line.strip():
+        raise ValueError(f"{path} is empty: no trace was written to it.")
+    try:
+        header, _ = load_row(line)
+    except ValueError as error:
+        raise ValueError(f"{path} is not a curvestep trace: its first line is no header, {error}.") from None
+    if header.get("format") != FORMAT:
+        raise ValueError(f"{path} is not a curvestep trace: its first line is no trace header.")
+    schema = header.get("schema")
+    if schema != SCHEMA:
+        raise ValueError(
+            f"{path} has schema {schema!r}, this version of curvestep reads up to {SCHEMA}. "
+            "Install a newer curvestep to read it."
+        )
+    return header
+
+
+def _plain(value: Any) -> Any:
+    """``value`` without what is None, numpy scalars and one-element tensors as Python numbers."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(v) for key, v in value.items() if v is not None}
+    if isinstance(value, (list, tuple)):
+        return list(map(_plain, value))
+    return value.item() if hasattr(value, "item") else value
+
+
+@cache
+def _versions() -> dict[str, str]:
+    from curvestep import __version__
+
+    versions = {name: metadata.version(name) for name in ("torch", "numpy", "scipy")}
+    return {"python": platform.python_version(), "curvestep": __version__, **versions}
