@@ -29,7 +29,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import curvestep as cs
-from curvestep._files import write_atomically
+from curvestep.files import write_atomically
 from curvestep.integrations.lightning import Calibrate, SmoothnessCallback
 
 LENGTH, WIDTH = 32, 64

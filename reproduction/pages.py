@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from curvestep._files import dump_json
+from curvestep.files import dump_json
 from curvestep.fit.samples import final_loss
 from curvestep.trace.run import CONFIG, METRICS, STATUS, TRACE, write_json
 from curvestep_reproduction.claims.claims import (

@@ -12,7 +12,7 @@ MIRRORED = {"SmoothnessCallback"}  # the same callback for two frameworks
 
 # What each room may use, folders two deep, as docs/architecture.md says. A room may always use itself; the
 # helpers at the root may be used by all.
-HELPERS = {"_checks", "_files", "notes", "optimizer_family", "display.markup"}
+HELPERS = {"checks", "files", "notes", "optimizer_family", "display.markup"}
 DRAWING = {"display.chart", "display.drawing", "display.results"}  # a result draws itself by them, when asked
 THEORY = {"theory", *(f"theory.{n}" for n in ("problems", "inequalities", "rules", "theorems", "complexity"))}
 LIBRARY = {
@@ -32,8 +32,8 @@ LIBRARY = {
     "loaders",
 }
 USES = {
-    "_checks": set(),
-    "_files": set(),
+    "checks": set(),
+    "files": set(),
     "notes": set(),
     "optimizer_family": set(),
     "steps": set(),

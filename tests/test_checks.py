@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from curvestep._checks import check_choice, check_count, check_finite, check_nonnegative, check_positive
+from curvestep.checks import check_choice, check_count, check_finite, check_nonnegative, check_positive
 
 POSITIVE = (1e-300, 3, np.float32(0.5), torch.tensor(2.0), 10**400)
 NO_NUMBERS = ("1", b"1", None, True, 1j, [1.0])

@@ -8,8 +8,8 @@ import warnings
 import pytest
 from hypothesis import given, strategies as st
 
-from curvestep import _files
-from curvestep._files import RowFile, dump_json, dump_row, load_json, lock, read_rows, write_atomically
+from curvestep import files
+from curvestep.files import RowFile, dump_json, dump_row, load_json, lock, read_rows, write_atomically
 
 words = st.text().filter(lambda s: s not in ("NaN", "Infinity", "-Infinity"))
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), words)
@@ -40,7 +40,7 @@ def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        _files.replace_atomically(path, fail)
+        files.replace_atomically(path, fail)
     assert path.read_text() == "old"
     assert [file.name for file in tmp_path.iterdir()] == ["status.json"]
 
@@ -49,7 +49,7 @@ def test_parts_of_killed_writers_are_removed_and_nothing_else(tmp_path):
     write_atomically(tmp_path / "checkpoint.pt", "whole")
     for name in (".checkpoint.pt.01ab.part", ".status.json.02cd.part", "mine.part", ".lock"):
         (tmp_path / name).touch()
-    _files.remove_parts(tmp_path)
+    files.remove_parts(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".lock", "checkpoint.pt", "mine.part"]
 
 
@@ -116,7 +116,7 @@ def test_checksums_are_not_part_of_a_row_and_rows_without_one_are_counted_once(p
 HOLD = """
 import sys, time
 from pathlib import Path
-from curvestep._files import lock
+from curvestep.files import lock
 with lock(Path(sys.argv[1])):
     print("held", flush=True)
     sys.stdin.readline()

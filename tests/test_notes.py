@@ -2,7 +2,7 @@
 
 import pytest
 
-from curvestep._files import dump_json
+from curvestep.files import dump_json
 from curvestep.notes import Note
 
 FEW = Note("few-rows", "Only 5 rows.")

@@ -96,7 +96,7 @@ def report(
     Returns:
         Where the page is (``path``), and what it says (``verdicts``, ``runs``).
     """
-    from curvestep._checks import needs_extra
+    from curvestep.checks import needs_extra
 
     with needs_extra("report"):
         from curvestep.display.page import write_page

@@ -25,7 +25,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from curvestep._checks import check_count, check_inside, check_positive
+from curvestep.checks import check_count, check_inside, check_positive
 
 # A float, or an array or tensor with a number for each tensor or unit; on a device a tensor, not read.
 Quantity: TypeAlias = Any

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
-from curvestep._checks import check_count
+from curvestep.checks import check_count
 from curvestep.smoothness.snapshot import RandomState, undone
 from curvestep.tensors.distributed import any_rank
 

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 import numpy as np
 from numpy.typing import ArrayLike
 
-from curvestep._checks import check_nonnegative, check_positive, check_threshold as check_threshold
+from curvestep.checks import check_nonnegative, check_positive, check_threshold as check_threshold
 from curvestep.optimizer_family import Family, family_of
 
 if TYPE_CHECKING:

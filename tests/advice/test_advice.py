@@ -6,10 +6,10 @@ import math
 import pytest
 
 from curvestep import SmoothnessProbe, advise, fit_smoothness
-from curvestep._files import dump_json
 from curvestep.advice.advice import Advice
 from curvestep.advice.advice_words import reasons_for, verdict_on, warnings_about
 from curvestep.advice.decision import decide
+from curvestep.files import dump_json
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family
 from tests.advice.runs import falling, network, outcome, trace_of

@@ -4,10 +4,10 @@ import math
 
 import numpy as np
 
-from curvestep._files import RowFile, add_checksum
 from curvestep.display.charts import comparison, run_charts
 from curvestep.display.drawing import figure_of, save
 from curvestep.display.views import find_views
+from curvestep.files import RowFile, add_checksum
 from curvestep.trace.run import CONFIG, METRICS, STATUS, TRACE, write_json
 from curvestep.trace.schema import OK
 from curvestep.trace.trace import Trace

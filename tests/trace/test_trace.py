@@ -12,7 +12,7 @@ import torch
 from hypothesis import given, settings, strategies as st
 
 import curvestep as cs
-from curvestep._files import dump_row
+from curvestep.files import dump_row
 from curvestep.fit.samples import History
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.trace.schema import ESTIMATORS, FAILED, FIELDS, HEADER_FIELDS, OK

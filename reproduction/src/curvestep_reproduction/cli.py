@@ -7,10 +7,10 @@ from argparse import Namespace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from curvestep._checks import nearest
-from curvestep._files import dump_json
+from curvestep.checks import nearest
 from curvestep.cli import FAILED, INTERRUPTED, OK, say
 from curvestep.cli.parser import INTEGER, NUMBER, Command, Parser, UsageError, one_of
+from curvestep.files import dump_json
 from curvestep.trace.run import Fields
 from curvestep_reproduction.recipe_options import add_scale, read_with_recipe, with_given
 

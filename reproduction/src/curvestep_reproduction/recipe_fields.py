@@ -8,7 +8,7 @@ from functools import partial
 
 import numpy as np
 
-from curvestep._checks import check_count, check_nonnegative, check_positive
+from curvestep.checks import check_count, check_nonnegative, check_positive
 from curvestep.steps import check_threshold
 
 

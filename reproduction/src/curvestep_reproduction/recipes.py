@@ -14,8 +14,8 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
-from curvestep._checks import check_choice, check_count, nearest
-from curvestep._files import dump_json, load_json
+from curvestep.checks import check_choice, check_count, nearest
+from curvestep.files import dump_json, load_json
 from curvestep.trace.run import Fields
 from curvestep_reproduction.recipe_fields import CHECKS, read_value
 

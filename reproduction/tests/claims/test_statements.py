@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from curvestep._files import dump_row
+from curvestep.files import dump_row
 from curvestep.theory import theorem3, theorem6
 from curvestep.trace.run import METRICS
 from curvestep.trace.trace import Trace

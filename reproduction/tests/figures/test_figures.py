@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from curvestep._files import RowFile
 from curvestep.display.drawing import save
+from curvestep.files import RowFile
 from curvestep.fit.fit import fit_smoothness
 from curvestep.trace.run import METRICS
 from curvestep.trace.trace import Trace

@@ -8,9 +8,9 @@ from dataclasses import replace
 
 import pytest
 
-from curvestep._files import dump_row
 from curvestep.calibration.result import CALIBRATION, read_calibration
 from curvestep.display import views
+from curvestep.files import dump_row
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.samples import final_loss
 from curvestep.trace.run import METRICS, STATUS, read_json, write_json

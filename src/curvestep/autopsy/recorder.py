@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvestep._checks import check_count
 from curvestep.autopsy.cause import FEWEST_STEPS
 from curvestep.autopsy.explanation import Explanation
 from curvestep.autopsy.kept_step import (
@@ -22,6 +21,7 @@ from curvestep.autopsy.kept_step import (
     versions_of,
 )
 from curvestep.autopsy.retake import explained
+from curvestep.checks import check_count
 from curvestep.optimizer_family import check_optimizer, parameters_of
 from curvestep.smoothness.observer import ObservedStep, Pass, trains_any
 from curvestep.smoothness.replay import trainable_parameters

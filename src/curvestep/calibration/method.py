@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from curvestep._checks import check_nonnegative
+from curvestep.checks import check_nonnegative
 from curvestep.clip_rules import ClipRule
 from curvestep.optim.adamw import ClippedAdamW
 from curvestep.optim.clipped import ClippedSGD

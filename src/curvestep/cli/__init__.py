@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from importlib.metadata import entry_points
 
 from curvestep import __version__
-from curvestep._checks import MissingExtraError, nearest
+from curvestep.checks import MissingExtraError, nearest
 from curvestep.cli.parser import Command, UsageError
 from curvestep.display.markup import visible
 

@@ -6,10 +6,10 @@ import webbrowser
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from curvestep._checks import needs_extra
-from curvestep._files import dump_json
+from curvestep.checks import needs_extra
 from curvestep.cli import FAILED, OK, say
 from curvestep.cli.parser import Command, Parser
+from curvestep.files import dump_json
 
 if TYPE_CHECKING:
     from curvestep.advice.advice import Advice

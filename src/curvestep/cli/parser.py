@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NoReturn
 
-from curvestep._checks import nearest
+from curvestep.checks import nearest
 
 # Names of these options in other programs.
 ALIASES = {

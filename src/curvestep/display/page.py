@@ -19,12 +19,12 @@ from PIL import Image
 from plotly.offline import get_plotlyjs
 
 import curvestep
-from curvestep._files import write_atomically
 from curvestep.display import page_words
 from curvestep.display.chart import Chart
 from curvestep.display.charts import TEMPLATE, comparison, run_charts, to_plotly
 from curvestep.display.markup import visible
 from curvestep.display.views import RunView, Task, find_views, fit_run, tasks_of
+from curvestep.files import write_atomically
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.trace.run import Fields, Run, read_json
 from curvestep.trace.sources import CLAIMS, place_of

@@ -15,11 +15,11 @@ from typing import TypeVar
 
 import numpy as np
 
-from curvestep._files import read_rows
 from curvestep.advice.advice import Advice, advise
 from curvestep.advice.decision import DIVERGED
 from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.display.results import columns_of, common_threshold, finite, thinned
+from curvestep.files import read_rows
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.fit.samples import History, clipped_share, end_of_run, lr_of_run
 from curvestep.notes import Note

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from curvestep._checks import check_choice
+from curvestep.checks import check_choice
 from curvestep.display.markup import html_table
 from curvestep.fit import fit_words as words
 from curvestep.fit.control import Control, control_of

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import ArrayLike
 
-from curvestep._checks import check_choice, check_positive
+from curvestep.checks import check_choice, check_positive
 from curvestep.optimizer_family import Family, family_of, torch_name
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.schedule import FIRST_ROWS

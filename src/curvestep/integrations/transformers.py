@@ -26,9 +26,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from curvestep._files import write_atomically
 from curvestep.calibration import calibrate as trials
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
+from curvestep.files import write_atomically
 from curvestep.integrations.reporting import (
     StepMeasurement,
     can_be_read_once,

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from curvestep._checks import check_choice, check_positive
+from curvestep.checks import check_choice, check_positive
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.optim._update import Number
 from curvestep.optim.counters import ClipStats, Spike

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias, TypeVar
 from torch import Tensor
 from torch.optim import Optimizer
 
-from curvestep._checks import check_choice, check_positive
+from curvestep.checks import check_choice, check_positive
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.optim.counters import Limit
 from curvestep.optim.pieces import Pieces, pieces_of

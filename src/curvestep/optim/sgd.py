@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from curvestep._checks import check_choice
+from curvestep.checks import check_choice
 from curvestep.optim._update import Number, Part, Rule
 from curvestep.optim.policy import Group
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, check_between

@@ -25,7 +25,7 @@ from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from curvestep._checks import check_choice, check_count, check_positive
+from curvestep.checks import check_choice, check_count, check_positive
 from curvestep.tensors.distributed import whole
 from curvestep.tensors.vectors import difference, global_norm, precision
 from curvestep.trace.schema import ESTIMATORS

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from curvestep._checks import check_positive
+from curvestep.checks import check_positive
 from curvestep.smoothness.determinism import (
     NonDeterministicError,
     check_repeatable,

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from curvestep._checks import check_choice, check_count, check_positive
+from curvestep.checks import check_choice, check_count, check_positive
 from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.determinism import NonDeterministicError
 from curvestep.smoothness.estimators import check_estimators, check_fractions

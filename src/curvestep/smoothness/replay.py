@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
 
-from curvestep._checks import check_finite
+from curvestep.checks import check_finite
 from curvestep.smoothness.estimators import check_fractions, each
 from curvestep.smoothness.snapshot import PassState, undone
 from curvestep.tensors.distributed import (

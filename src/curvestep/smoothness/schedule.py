@@ -6,7 +6,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 
-from curvestep._checks import check_count, check_positive
+from curvestep.checks import check_count, check_positive
 
 FIRST_ROWS = 10  # as many as a fit needs: measured whatever they cost
 SPACING = 5  # steps between measurements, where nothing else is asked for

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from curvestep._checks import check_count
+from curvestep.checks import check_count
 from curvestep.notes import Note
 from curvestep.theory.complexity import first_hit, first_hits, hitting_time, walk
 from curvestep.theory.problems.base import Array, BoundedNoise, Problem

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.stats import binom
 
-from curvestep._checks import check_count, check_inside, check_positive
+from curvestep.checks import check_count, check_inside, check_positive
 from curvestep.theory.problems.base import Array, BoundedNoise, Problem
 from curvestep.theory.rules import StepRule
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike
 
-from curvestep._checks import check_nonnegative, check_positive
+from curvestep.checks import check_nonnegative, check_positive
 from curvestep.theory.problems.base import Array, Problem
 from curvestep.theory.problems.walls import phi
 

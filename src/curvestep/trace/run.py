@@ -22,7 +22,7 @@ from typing import Any, Self
 
 import numpy as np
 
-from curvestep._files import dump_json, load_json, read_rows, take_checksum, write_atomically
+from curvestep.files import dump_json, load_json, read_rows, take_checksum, write_atomically
 from curvestep.trace.trace import Trace
 
 Fields = dict[str, Any]  # plain values by name, as in a JSON object

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
 import numpy as np
 
-from curvestep._checks import check_choice
-from curvestep._files import RowFile, dump_row, end_of_last_row, load_row, read_rows, write_atomically
+from curvestep.checks import check_choice
 from curvestep.display.markup import html_table
+from curvestep.files import RowFile, dump_row, end_of_last_row, load_row, read_rows, write_atomically
 from curvestep.steps import CLIP_COLUMNS, clip_norms
 from curvestep.trace.schema import FIELDS, OK, Row
 

@@ -7,7 +7,7 @@ package registry, and last a stand-in that is always there (and says so).
 from collections.abc import Iterable
 from functools import partial
 
-from curvestep._checks import check_choice
+from curvestep.checks import check_choice
 from curvestep_reproduction.data.corpus import load_ptb
 from curvestep_reproduction.data.images import load_cifar10
 

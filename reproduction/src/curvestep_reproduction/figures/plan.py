@@ -17,7 +17,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from curvestep._checks import check_choice
+from curvestep.checks import check_choice
 from curvestep.trace.run import CONFIG, DIVERGED, STATUS, Fields, read_json
 from curvestep_reproduction.claims.claims import MissingRuns, NotPlanned
 from curvestep_reproduction.cost import cost_of

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from curvestep import SmoothnessFit, fit_smoothness
-from curvestep._checks import check_choice
+from curvestep.checks import check_choice
 from curvestep.display.drawing import save
 from curvestep.display.page import write_page
 from curvestep.trace.run import Run, last_step, read_json, write_json

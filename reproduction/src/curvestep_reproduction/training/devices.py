@@ -22,7 +22,7 @@ from lightning_fabric.strategies.ddp import DDPStrategy
 from torch import Tensor
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from curvestep._checks import check_count
+from curvestep.checks import check_count
 from curvestep_reproduction.recipes import Recipe
 from curvestep_reproduction.tasks import part_of_batch
 

@@ -23,7 +23,7 @@ from typing import Any
 from joblib.externals.loky import ProcessPoolExecutor
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
-from curvestep._checks import check_choice, check_count
+from curvestep.checks import check_choice, check_count
 from curvestep_reproduction.progress import error_line
 
 ENGINES = ("joblib", "ray")

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
-from curvestep._checks import check_count, check_nonnegative
+from curvestep.checks import check_count, check_nonnegative
 from curvestep.fit.samples import final_loss
 from curvestep.trace.run import (
     DIVERGED,

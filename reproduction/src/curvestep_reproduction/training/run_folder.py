@@ -15,7 +15,7 @@ from functools import cached_property
 from pathlib import Path
 
 from curvestep import SmoothnessFit, fit_smoothness
-from curvestep._files import add_checksum, lock, remove_parts
+from curvestep.files import add_checksum, lock, remove_parts
 from curvestep.trace.run import (
     CONFIG,
     ENDED,

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from curvestep._files import RowFile, replace_atomically
+from curvestep.files import RowFile, replace_atomically
 from curvestep.optim import ClippedSGD, NormalizedSGD
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.probe import SmoothnessProbe

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from curvestep._checks import check_positive
+from curvestep.checks import check_positive
 
 Array = NDArray[Any]
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from curvestep._checks import check_count, check_nonnegative, check_positive
+from curvestep.checks import check_count, check_nonnegative, check_positive
 from curvestep.theory.problems.base import Array, Problem
 
 

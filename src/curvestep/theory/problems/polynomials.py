@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.polynomial import Polynomial as Series
 
-from curvestep._checks import check_nonnegative
+from curvestep.checks import check_nonnegative
 from curvestep.theory.problems.base import Array, Problem, ScalarProblem
 
 

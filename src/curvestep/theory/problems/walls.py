@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 
-from curvestep._checks import check_nonnegative, check_positive
+from curvestep.checks import check_nonnegative, check_positive
 from curvestep.theory.problems.base import Array, ScalarProblem
 
 # 2/(k+2)!, so that φ(a) = a²/2 · Σ_k c_k aᵏ: at a = 1/2 the first term left out is below 1e-18.

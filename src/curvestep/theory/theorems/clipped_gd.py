@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike
 from scipy.optimize import minimize_scalar
 
-from curvestep._checks import check_choice, check_nonnegative
+from curvestep.checks import check_choice, check_nonnegative
 from curvestep.steps import (
     check_threshold,
     clipped_step,

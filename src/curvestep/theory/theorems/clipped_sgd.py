@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from curvestep._checks import check_nonnegative, check_positive
+from curvestep.checks import check_nonnegative, check_positive
 from curvestep.theory.rules import FixedStep, ShiftedClippedStep
 from curvestep.theory.theorems.guarantee import (
     Assumption,

@@ -29,7 +29,7 @@ from functools import partial
 import numpy as np
 from scipy.optimize import root_scalar
 
-from curvestep._checks import check_choice, check_count, check_positive
+from curvestep.checks import check_choice, check_count, check_positive
 from curvestep.theory.problems.base import Array
 from curvestep.theory.theorems.guarantee import TOLERANCE, AssumptionError
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from scipy.optimize import brentq, minimize_scalar
 
-from curvestep._checks import check_nonnegative
+from curvestep.checks import check_nonnegative
 from curvestep.theory.problems.walls import ExponentialWall, PrintedWall, SlowValley
 from curvestep.theory.rules import FixedStep
 from curvestep.theory.theorems.guarantee import (

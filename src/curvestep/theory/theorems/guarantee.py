@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from curvestep._checks import check_choice, check_nonnegative, check_positive
+from curvestep.checks import check_choice, check_nonnegative, check_positive
 from curvestep.steps import Parameter
 from curvestep.theory.problems.base import Array
 from curvestep.theory.rules import StepRule

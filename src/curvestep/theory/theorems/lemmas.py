@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from curvestep._checks import check_nonnegative, check_positive
+from curvestep.checks import check_nonnegative, check_positive
 from curvestep.theory.problems.base import Array
 from curvestep.theory.problems.polynomials import Polynomial
 from curvestep.theory.theorems.guarantee import Assumption, check_version, require
