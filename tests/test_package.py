@@ -61,9 +61,12 @@ def test_public_names_work_without_the_extras():
 
 def test_steps_and_theory_work_without_torch():
     code = """
-from curvestep import steps, theory
-guarantee = theory.theorem3(L0=0.16, L1=10.0, gap=30.0**4, eps=1e-4, version="sharp")
-print(theory.certify(theory.Quartic(), guarantee, 30.0).status, steps.fixed_step(1.0, lr=0.5))
+from curvestep import steps
+from curvestep.theory.certificates import certify
+from curvestep.theory.problems.polynomials import Quartic
+from curvestep.theory.theorems.clipped_gd import theorem3
+guarantee = theorem3(L0=0.16, L1=10.0, gap=30.0**4, eps=1e-4, version="sharp")
+print(certify(Quartic(), guarantee, 30.0).status, steps.fixed_step(1.0, lr=0.5))
 """
     done = run(code, blocked=["torch", *EXTRAS])
     assert done.stdout == "holds 0.5\n", done.stderr

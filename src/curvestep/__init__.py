@@ -27,7 +27,7 @@ from textwrap import fill
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # the same names for type checkers; a test compares the two lists
-    from curvestep import clip_rules as clip_rules, loggers as loggers, steps as steps, theory as theory
+    from curvestep import clip_rules as clip_rules, loggers as loggers, steps as steps
     from curvestep.advice.advice import Advice as Advice, advise as advise
     from curvestep.autopsy.recorder import Autopsy as Autopsy
     from curvestep.calibration.calibrate import calibrate as calibrate
@@ -75,7 +75,7 @@ _PUBLIC = {
     "fit.fit": ("fit_smoothness", "SmoothnessFit"),
     "advice.advice": ("advise", "Advice"),
     "autopsy.recorder": ("Autopsy",),
-    "": ("clip_rules", "loggers", "steps", "theory"),
+    "": ("clip_rules", "loggers", "steps"),
 }
 _HOMES = {name: home for home, names in _PUBLIC.items() for name in names}
 __all__ = [*_HOMES, "report"]  # pyright: ignore[reportUnsupportedDunderAll] (the names of the table above)

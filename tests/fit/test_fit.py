@@ -14,7 +14,7 @@ from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.frontier import quantile_lines
 from curvestep.fit.intervals import block_length, moving_blocks, slope_interval
 from curvestep.notes import Note
-from curvestep.theory import ExponentialWall
+from curvestep.theory.problems.walls import ExponentialWall
 from curvestep.trace.schema import NONFINITE
 from curvestep.trace.trace import Trace
 from tests.fit.traces import autoregression, inside_steps, make_trace, quadratic_run, simulated

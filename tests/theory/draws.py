@@ -4,20 +4,12 @@ import math
 
 import numpy as np
 
-from curvestep.theory import (
-    BoundedNoise,
-    ExponentialWall,
-    Polynomial,
-    Problem,
-    Quadratic,
-    SlowValley,
-    gradient_bound,
-    normalized_gd,
-    theorem3,
-    theorem6,
-    theorem7,
-    theorem8,
-)
+from curvestep.theory.problems.base import BoundedNoise, Problem
+from curvestep.theory.problems.polynomials import Polynomial, Quadratic
+from curvestep.theory.problems.walls import ExponentialWall, SlowValley
+from curvestep.theory.theorems.clipped_gd import normalized_gd, theorem3
+from curvestep.theory.theorems.clipped_sgd import theorem7, theorem8
+from curvestep.theory.theorems.fixed_gd import gradient_bound, theorem6
 
 
 class Rotated(Problem):

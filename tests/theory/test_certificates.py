@@ -7,27 +7,15 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from curvestep.theory import (
-    BoundedNoise,
-    ClippedStep,
-    ExponentialWall,
-    FixedStep,
-    Quadratic,
-    Quartic,
-    ShiftedClippedStep,
-    SlowValley,
-    certify,
-    certify_lower_bound,
-    descend,
-    first_hit,
-    remark5,
-    theorem3,
-    theorem4,
-    theorem6,
-    theorem7,
-    theorem8,
-    wall_height,
-)
+from curvestep.theory.certificates import certify, certify_lower_bound
+from curvestep.theory.complexity import descend, first_hit
+from curvestep.theory.problems.base import BoundedNoise
+from curvestep.theory.problems.polynomials import Quadratic, Quartic
+from curvestep.theory.problems.walls import ExponentialWall, SlowValley
+from curvestep.theory.rules import ClippedStep, FixedStep, ShiftedClippedStep
+from curvestep.theory.theorems.clipped_gd import theorem3
+from curvestep.theory.theorems.clipped_sgd import theorem7, theorem8
+from curvestep.theory.theorems.fixed_gd import remark5, theorem4, theorem6, wall_height
 from tests.theory.draws import RareNoise, draw_deterministic, draw_stochastic, log_uniform
 
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from curvestep.theory import clipping_floor, floor_noise
+from curvestep.theory.theorems.clipped_sgd import clipping_floor, floor_noise
 
 positive = st.floats(1e-3, 1e3)
 

@@ -6,19 +6,19 @@ import numpy as np
 import pytest
 
 from curvestep import steps
-from curvestep.theory import (
-    BoundedNoise,
-    ClippedStep,
-    ExponentialWall,
-    FixedStep,
-    NormalizedStep,
-    Quadratic,
-    Quartic,
+from curvestep.theory.complexity import (
+    FIRST_BLOCK,
+    LARGEST_BLOCK,
     descend,
     first_hit,
+    first_hits,
     hitting_time,
+    walk,
 )
-from curvestep.theory.complexity import FIRST_BLOCK, LARGEST_BLOCK, first_hits, walk
+from curvestep.theory.problems.base import BoundedNoise
+from curvestep.theory.problems.polynomials import Quadratic, Quartic
+from curvestep.theory.problems.walls import ExponentialWall
+from curvestep.theory.rules import ClippedStep, FixedStep, NormalizedStep
 from tests.theory.draws import rotated_walls
 
 

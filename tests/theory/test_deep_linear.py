@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 import torch
 
-from curvestep.theory import DeepLinear, sample_frontier
+from curvestep.theory.inequalities import sample_frontier
+from curvestep.theory.problems.deep_linear import DeepLinear
 
 WIDTHS = [3, 4, 2, 5, 6]  # four layers, all widths different
 

@@ -6,22 +6,13 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from curvestep.theory import (
-    AssumptionError,
-    ClippedStep,
-    ExponentialWall,
-    FixedStep,
-    LogarithmicStep,
-    Quadratic,
-    SlowValley,
-    certify_ell,
-    ell_decrease,
-    ell_smooth,
-    ell_step,
-    theorem3,
-    worst_case_complexity,
-)
-from curvestep.theory.theorems.ell_smooth import EllGuarantee
+from curvestep.theory.complexity import worst_case_complexity
+from curvestep.theory.problems.polynomials import Quadratic
+from curvestep.theory.problems.walls import ExponentialWall, SlowValley
+from curvestep.theory.rules import ClippedStep, FixedStep, LogarithmicStep
+from curvestep.theory.theorems.clipped_gd import theorem3
+from curvestep.theory.theorems.ell_smooth import EllGuarantee, certify_ell, ell_decrease, ell_smooth, ell_step
+from curvestep.theory.theorems.guarantee import AssumptionError
 
 
 def wall(rng):

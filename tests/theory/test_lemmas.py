@@ -5,17 +5,10 @@ import math
 import numpy as np
 import pytest
 
-from curvestep.theory import (
-    AssumptionError,
-    ExponentialWall,
-    NoisyStep,
-    Quartic,
-    lemma2,
-    lemma9,
-    lemma11,
-    lemma12,
-    lemma13,
-)
+from curvestep.theory.problems.polynomials import Quartic
+from curvestep.theory.problems.walls import ExponentialWall
+from curvestep.theory.theorems.guarantee import AssumptionError
+from curvestep.theory.theorems.lemmas import NoisyStep, lemma2, lemma9, lemma11, lemma12, lemma13
 from tests.theory.draws import rotated_walls
 
 

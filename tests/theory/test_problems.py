@@ -7,22 +7,17 @@ import numpy as np
 import pytest
 from hypothesis import given, settings, strategies as st
 
-from curvestep.theory import (
-    BoundedNoise,
-    DeepLinear,
-    ExponentialWall,
-    Polynomial,
-    PrintedWall,
-    Quadratic,
-    Quartic,
-    SlowValley,
+from curvestep.theory.inequalities import (
     check_smoothness,
     gradient_change_bound,
     limsup_smoothness,
-    phi,
     sample_frontier,
     value_change_bound,
 )
+from curvestep.theory.problems.base import BoundedNoise
+from curvestep.theory.problems.deep_linear import DeepLinear
+from curvestep.theory.problems.polynomials import Polynomial, Quadratic, Quartic
+from curvestep.theory.problems.walls import ExponentialWall, PrintedWall, SlowValley, phi
 from tests.theory.draws import RareNoise, Rotated, rotated_walls
 
 SCALAR = [

@@ -5,15 +5,15 @@ import pytest
 from hypothesis import given, strategies as st
 
 from curvestep import steps
-from curvestep.theory import (
+from curvestep.theory.rules import (
     ClippedStep,
     FixedStep,
     LogarithmicStep,
     NormalizedStep,
     ShiftedClippedStep,
     SmoothClippedStep,
-    guaranteed_decrease,
 )
+from curvestep.theory.theorems.clipped_gd import guaranteed_decrease
 
 positive = st.floats(1e-6, 1e6)
 

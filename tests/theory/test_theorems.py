@@ -6,36 +6,28 @@ import numpy as np
 import pytest
 from hypothesis import example, given, strategies as st
 
-from curvestep.theory import (
-    AssumptionError,
-    ClippedStep,
-    ExponentialWall,
-    FixedStep,
-    LogarithmicStep,
-    NormalizedStep,
-    Polynomial,
-    PrintedWall,
-    Quadratic,
-    Quartic,
-    SlowValley,
-    SmoothClippedStep,
-    assumption4,
-    descend,
+from curvestep.theory.complexity import descend, first_hits
+from curvestep.theory.problems.polynomials import Polynomial, Quadratic, Quartic
+from curvestep.theory.problems.walls import ExponentialWall, PrintedWall, SlowValley
+from curvestep.theory.rules import ClippedStep, FixedStep, LogarithmicStep, NormalizedStep, SmoothClippedStep
+from curvestep.theory.theorems.clipped_gd import (
     descent_constant,
-    gradient_bound,
     guaranteed_decrease,
-    lower_bound_pair,
     ngd_equivalence,
     normalized_gd,
-    remark5,
     theorem3,
+)
+from curvestep.theory.theorems.clipped_sgd import theorem7, theorem8
+from curvestep.theory.theorems.fixed_gd import (
+    assumption4,
+    gradient_bound,
+    lower_bound_pair,
+    remark5,
     theorem4,
     theorem6,
-    theorem7,
-    theorem8,
     wall_height,
 )
-from curvestep.theory.complexity import first_hits
+from curvestep.theory.theorems.guarantee import AssumptionError
 from tests.theory.draws import Rotated, rotated_walls
 
 positive = st.floats(1e-3, 1e3)

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from curvestep.files import dump_row
-from curvestep.theory import theorem3, theorem6
+from curvestep.theory.theorems.clipped_gd import theorem3
+from curvestep.theory.theorems.fixed_gd import theorem6
 from curvestep.trace.run import METRICS
 from curvestep.trace.trace import Trace
 from curvestep_reproduction.claims import judges

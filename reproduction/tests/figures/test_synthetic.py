@@ -7,7 +7,9 @@ from dataclasses import asdict, replace
 import numpy as np
 import pytest
 
-from curvestep.theory import FixedStep, Quartic, descend
+from curvestep.theory.complexity import descend
+from curvestep.theory.problems.polynomials import Quartic
+from curvestep.theory.rules import FixedStep
 from curvestep_reproduction.figures.fig7_synthetic import (
     FOLDER,
     RULES,

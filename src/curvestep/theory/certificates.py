@@ -55,7 +55,8 @@ def certify(
         seed: Seed of the noise.
 
     Example:
-        >>> from curvestep.theory import Quartic, theorem3
+        >>> from curvestep.theory.problems.polynomials import Quartic
+        >>> from curvestep.theory.theorems.clipped_gd import theorem3
         >>> quartic = Quartic()
         >>> guarantee = theorem3(L0=0.16, L1=10.0, gap=30.0**4, eps=1e-4, version="sharp")
         >>> certificate = certify(quartic, guarantee, 30.0)
@@ -138,11 +139,11 @@ def certify_lower_bound(
     limit the slower of the two functions must take at least the promised number of iterations.
 
     Args:
-        guarantee: What :func:`curvestep.theory.theorem4` returned.
+        guarantee: What ``theorem4`` returned.
         fractions: Step sizes to try, as fractions of the largest that the wall allows; below 1.
 
     Example:
-        >>> from curvestep.theory import theorem4
+        >>> from curvestep.theory.theorems.fixed_gd import theorem4
         >>> numbers = dict(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1)
         >>> certify_lower_bound(theorem4(**numbers)).status
         'holds'

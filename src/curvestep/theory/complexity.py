@@ -112,7 +112,8 @@ def descend(
     Example:
         Three step sizes on x⁴ from 30; the largest diverges:
 
-        >>> from curvestep.theory import FixedStep, Quartic
+        >>> from curvestep.theory.problems.polynomials import Quartic
+        >>> from curvestep.theory.rules import FixedStep
         >>> runs = descend(Quartic(), FixedStep(lr=np.array([1e-4, 3e-4, 6e-4])), 30.0, 2000)
         >>> first_hit(runs.grad_norms, eps=1.0), np.isfinite(runs.grad_norms[-1])
         (array([ inf, 977.,  inf]), array([ True,  True, False]))
@@ -204,7 +205,8 @@ def worst_case_complexity(
         max_steps: A run that takes more counts as infinite.
 
     Example:
-        >>> from curvestep.theory import FixedStep, Quadratic
+        >>> from curvestep.theory.problems.polynomials import Quadratic
+        >>> from curvestep.theory.rules import FixedStep
         >>> rules = [FixedStep(lr=lr) for lr in (0.1, 1.0, 1.9)]
         >>> worst_case_complexity(rules, [(Quadratic([a]), [1.0]) for a in (1.0, 0.5)], gap=1.0, eps=0.01)
         6.0

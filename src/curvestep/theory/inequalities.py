@@ -62,7 +62,7 @@ def check_smoothness(
     Example:
         The paper's pair for x⁴ (row 28), and the worst point |x| = 0.2:
 
-        >>> from curvestep.theory import Quartic
+        >>> from curvestep.theory.problems.polynomials import Quartic
         >>> f, x = Quartic(), np.linspace(-30, 30, 60001)
         >>> check = check_smoothness(f.grad_norm(x), f.hessian_norm(x), L0=0.1, L1=10.0)
         >>> check.holds, round(check.excess, 6), abs(x[check.index]).round(3)
@@ -124,7 +124,7 @@ def limsup_smoothness(
         seed: Seed of the directions.
 
     Example:
-        >>> from curvestep.theory import Quadratic
+        >>> from curvestep.theory.problems.polynomials import Quadratic
         >>> round(limsup_smoothness(Quadratic([100.0, 1.0]), np.zeros(2), radius=1e-3), 1)
         100.0
     """

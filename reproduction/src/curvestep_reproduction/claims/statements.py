@@ -12,7 +12,11 @@ from functools import partial
 
 import numpy as np
 
-from curvestep import theory
+from curvestep.theory.certificates import certify, certify_lower_bound
+from curvestep.theory.problems.walls import ExponentialWall
+from curvestep.theory.theorems.clipped_gd import theorem3
+from curvestep.theory.theorems.fixed_gd import theorem4, theorem6
+from curvestep.theory.theorems.guarantee import Guarantee
 from curvestep_reproduction.claims import judges
 from curvestep_reproduction.claims.claims import (
     ADDITION,
@@ -160,17 +164,17 @@ def quartic_arithmetic(results: Results) -> Evidence:
     )
 
 
-def certified(results: Results, *, theorem: Callable[..., theory.Guarantee]) -> Evidence:
+def certified(results: Results, *, theorem: Callable[..., Guarantee]) -> Evidence:
     """A theorem as printed, run on random exponential walls: iterations and decreases that it promises."""
     rng, kept = np.random.default_rng(0), []
     while len(kept) < CERTIFICATES:
         L0, L1 = 10 ** rng.uniform(-1, 1, size=2)
-        problem, x0 = theory.ExponentialWall(L0=L0, L1=L1), rng.normal() * 3 / L1
+        problem, x0 = ExponentialWall(L0=L0, L1=L1), rng.normal() * 3 / L1
         eps = float(problem.grad_norm(np.asarray(x0))) * 10 ** rng.uniform(-2, -0.05)
         gap = float(problem.gap(np.asarray(x0)))
         guarantee = theorem(L0=L0, L1=L1, gap=gap, eps=eps, version="printed")
         if guarantee.bound < MOST_ITERATIONS:
-            kept.append(theory.certify(problem, guarantee, x0).status == "holds")
+            kept.append(certify(problem, guarantee, x0).status == "holds")
     return Evidence(
         verdict=_verdict(all(kept)),
         sentence=f"As printed it holds on {sum(kept)} of {len(kept)} random exponential walls.",
@@ -181,10 +185,7 @@ def certified(results: Results, *, theorem: Callable[..., theory.Guarantee]) -> 
 def lower_bound_corrected(results: Results) -> Evidence:
     """Theorem 4 as printed and corrected, on the pair of functions of its proof."""
     numbers = {"L0": 1.0, "L1": 5.0, "M": 50.0, "gap": 12.0, "eps": 0.1}
-    found = {
-        v: theory.certify_lower_bound(theory.theorem4(**numbers, version=v)).status
-        for v in ("printed", "corrected")
-    }
+    found = {v: certify_lower_bound(theorem4(**numbers, version=v)).status for v in ("printed", "corrected")}
     return Evidence(
         verdict=CORRECTED,
         sentence="The printed pair of functions leaves its class; the corrected pair stays inside.",
@@ -260,10 +261,10 @@ STATEMENTS = (
               judges.same_up_to_a_factor),
     Statement("theorem-3", "Theorem 3",
               "Clipped gradient descent converges within the printed number of iterations.",
-              partial(certified, theorem=theory.theorem3)),
+              partial(certified, theorem=theorem3)),
     Statement("theorem-6", "Theorem 6",
               "Gradient descent with a fixed step converges within the printed number of iterations.",
-              partial(certified, theorem=theory.theorem6)),
+              partial(certified, theorem=theorem6)),
     Statement("quartic-arithmetic", "Appendix I", "On x⁴ theory predicts gradients about 1e5 times smaller.",
               quartic_arithmetic, ("fig7",), kind=ERRATUM),
     Statement("theorem-7-printed", "Theorem 7", "Clipped SGD converges with the printed step and constants.",

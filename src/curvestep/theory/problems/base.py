@@ -114,7 +114,7 @@ class BoundedNoise:
         tau: The radius :math:`\tau > 0`; the law is uniform on the sphere, the most noise that it allows.
 
     Example:
-        >>> from curvestep.theory import Quadratic
+        >>> from curvestep.theory.problems.polynomials import Quadratic
         >>> problem = Quadratic([1.0, 2.0, 3.0])
         >>> noise = BoundedNoise(0.5).draw(np.random.default_rng(0), (1000,), problem)
         >>> bool(np.allclose(problem.norm(noise), 0.5))

@@ -43,7 +43,7 @@ def theorem7(
     Row 19 says what was wrong: an extra η in the clip, and a T up to 16 times too small. The sharp version's
     θ, the noise's share of the budget, is the best in (0, 1]: with :math:`B = V/\varepsilon^4`, it is 1 for
     :math:`A \le 16B`, else :math:`8B/(A - 8B)`. ``tau`` is the radius :math:`\tau \ge 0` of the noise, the
-    other arguments are those of :func:`~curvestep.theory.theorem3` with :math:`L_1 > 0` and a positive gap.
+    other arguments are those of ``theorem3`` with :math:`L_1 > 0` and a positive gap.
 
     Example:
         >>> numbers = dict(L0=1.0, L1=5.0, gap=1.0, eps=0.5, tau=0.1)

@@ -138,7 +138,7 @@ def theorem4(
 
     Rows 14 to 16 say what was wrong. For the sharp version the valley has slope sε just above ε, and the
     least width that L0 allows. ``M`` is the largest gradient norm on the sublevel set; the other arguments
-    are those of :func:`~curvestep.theory.theorem3`, with :math:`L_1 > 0`.
+    are those of ``theorem3``, with :math:`L_1 > 0`.
 
     Example:
         >>> numbers = dict(L0=1.0, L1=5.0, M=50.0, gap=12.0, eps=0.1)
@@ -248,7 +248,7 @@ def theorem6(
 
     The printed bound is true; its proof needs repair and loses constants (row 18). ``M`` is the largest
     gradient norm on the sublevel set; if not given, :func:`gradient_bound` of the gap. The other arguments
-    are those of :func:`~curvestep.theory.theorem3`.
+    are those of ``theorem3``.
 
     Example:
         >>> numbers = dict(L0=1.0, L1=2.0, gap=1.0, eps=0.1, M=3.0)
