@@ -84,7 +84,7 @@ def test_wheel_made_from_the_archive_holds_the_package_and_nothing_else(tmp_path
         n for n in packed if n.startswith(("docs/", ".venv/", ".github/")) or n.endswith((".so", ".pt"))
     ]
     names = zipfile.ZipFile(wheel).namelist()
-    assert "curvestep/py.typed" in names
+    assert {"curvestep/py.typed", "curvestep/__init__.pyi"} <= set(names)
     assert all(n.startswith(("curvestep/", f"curvestep-{curvestep.__version__}.dist-info/")) for n in names)
     assert not [n for n in names if n.endswith((".npz", ".gz", ".pt"))]
     if shutil.which("cc") and sys.platform == "linux":  # then with the kernel, for this kind of machine

@@ -6,7 +6,6 @@ import webbrowser
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from curvestep.checks import needs_extra
 from curvestep.cli import FAILED, OK, say
 from curvestep.cli.parser import Command, Parser
 from curvestep.files import dump_json
@@ -25,9 +24,9 @@ def report(parser: Parser, args: list[str]) -> int:
     chosen = parser.read(args)
     if not chosen.RUN:
         parser.error("name a run folder or a trace file")
-    with needs_extra("report"):
-        from curvestep.display.page import write_page
-    page = write_page(chosen.RUN, chosen.output)
+    from curvestep.display.report import report as library
+
+    page = library(*chosen.RUN, output=chosen.output)
     for group in page.verdicts:
         say(": ".join(filter(None, (group["title"], group["verdict"]))))
     say(f"report: {page.path}")

@@ -22,8 +22,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from curvestep import ClippedSGD, NormalizedSGD
 from curvestep.files import RowFile, replace_atomically
-from curvestep.optim import ClippedSGD, NormalizedSGD
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import RandomState, map_tensors
