@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from curvestep.files import dump_json
-from curvestep.fit.samples import final_loss
+from curvestep.trace.history import final_loss
 from curvestep.trace.run import CONFIG, METRICS, STATUS, TRACE, write_json
 from curvestep_reproduction.claims.claims import (
     Claim,

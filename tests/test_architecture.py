@@ -52,10 +52,10 @@ USES = {
     "theory": set(),
     "tensors": set(),
     "optim": {"steps", "clip_rules", "tensors"},
-    "trace": {"steps", "fit", *DRAWING},
+    "trace": {"steps", *DRAWING},
     "smoothness": {"steps", "bracket", "tensors", "trace", "lr_schedules"},
     "fit": {"steps", "theory.inequalities", "trace", "smoothness", *DRAWING},
-    "advice": {"bracket", "theory.theorems", "trace", "smoothness", "fit", *DRAWING},
+    "advice": {"bracket", "theory.theorems", "trace"},
     "autopsy": {"tensors", "smoothness"},
     "calibration": {
         "clip_rules",

@@ -27,8 +27,8 @@ from benchmarks.calibrate.tasks import is_alive
 
 from curvestep.advice.advice import advise
 from curvestep.advice.outcome import Outcome, outcome_of
-from curvestep.fit.samples import History
 from curvestep.smoothness.schedule import Schedule
+from curvestep.trace.history import History
 from curvestep.trace.trace import Trace
 
 ROW_COST = 3  # gradients, of three fractions

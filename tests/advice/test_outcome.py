@@ -10,8 +10,8 @@ from torch import nn
 from curvestep import ClippedSGD, SmoothnessProbe
 from curvestep.advice.advice import advise
 from curvestep.advice.outcome import outcome_of
-from curvestep.fit.samples import History
 from curvestep.optimizer_family import Family
+from curvestep.trace.history import History
 from tests.advice.runs import falling, trace_of
 
 

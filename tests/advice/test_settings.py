@@ -7,7 +7,7 @@ import pytest
 
 from curvestep.advice.advice import advise
 from curvestep.advice.settings import TriedSetting, next_lr, settings_of
-from curvestep.fit.samples import History
+from curvestep.trace.history import History
 from tests.advice.runs import falling, outcome, trace_of
 
 

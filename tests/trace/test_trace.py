@@ -13,8 +13,8 @@ from hypothesis import given, settings, strategies as st
 
 import curvestep as cs
 from curvestep.files import dump_row
-from curvestep.fit.samples import History
 from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.trace.history import History
 from curvestep.trace.schema import ESTIMATORS, FAILED, FIELDS, HEADER_FIELDS, OK
 from curvestep.trace.trace import Trace
 from tests.smoothness.loops import measured_sgd

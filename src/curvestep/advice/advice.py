@@ -6,16 +6,15 @@ import math
 from dataclasses import dataclass
 from pathlib import Path
 from textwrap import shorten
+from typing import Protocol
 
 from curvestep.advice import advice_words as words
 from curvestep.advice.decision import CANNOT_TELL, TAKE, decide
 from curvestep.advice.outcome import outcome_of
 from curvestep.advice.settings import next_lr, settings_of
 from curvestep.display.markup import html_table
-from curvestep.fit.fit import SmoothnessFit
-from curvestep.fit.samples import History, best_setting, check_trace, difference_of
 from curvestep.notes import Note
-from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.trace.history import HasTrace, History, best_setting, check_trace, difference_of
 from curvestep.trace.trace import Trace
 
 MOST_LINES = 8
@@ -62,7 +61,19 @@ class Advice:
         return html_table(self.verdict, table, tuple(map(str, self.warnings)))
 
 
-def advise(*runs: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> Advice:
+class HasHistory(Protocol):
+    """What was read from a trace: a fit."""
+
+    @property
+    def history(self) -> History:
+        """Every row of the trace."""
+        ...
+
+
+Source = Trace | HasTrace | HasHistory | str | Path
+
+
+def advise(*runs: Source) -> Advice:
     """Say what to run next: the same learning rate, a larger or a smaller one, and why.
 
     From one run, by a table of conditions (:mod:`~curvestep.advice.decision`): it shows steps that were far
@@ -89,9 +100,10 @@ def advise(*runs: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> Advic
     return _from_settings(used)
 
 
-def _history_of(run: Trace | SmoothnessFit | SmoothnessProbe | str | Path) -> History:
-    if isinstance(run, SmoothnessFit):
-        return run.samples.history
+def _history_of(run: Source) -> History:
+    history = getattr(run, "history", None)  # a fit has all rows of its trace
+    if isinstance(history, History):
+        return history
     return History.of(check_trace(run))
 
 

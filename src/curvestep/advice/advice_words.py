@@ -7,8 +7,8 @@ import math
 from curvestep.advice.decision import CANNOT_TELL, DATA, DIVERGED, KEEP, LOWER, RAISE, STUCK, Condition
 from curvestep.advice.outcome import Outcome
 from curvestep.advice.settings import TriedSetting
-from curvestep.fit.samples import LEAST_ROWS
 from curvestep.notes import Note
+from curvestep.trace.schema import LEAST_ROWS
 
 MOST_LISTED = 10  # settings
 

@@ -12,8 +12,8 @@ from typing import NamedTuple
 
 from curvestep.advice.outcome import Outcome
 from curvestep.bracket import LEAST_FALL
-from curvestep.fit.samples import LEAST_ROWS
 from curvestep.optimizer_family import Family
+from curvestep.trace.schema import LEAST_ROWS
 
 KEEP, RAISE, LOWER, DIVERGED, STUCK = "keep", "raise", "lower", "diverged", "stuck"
 DATA, CANNOT_TELL, TAKE = "data", "cannot tell", "take"

@@ -9,9 +9,18 @@ from typing import Any
 import numpy as np
 
 from curvestep.bracket import working_fraction
-from curvestep.fit.samples import History, clipped_share, header_number, lr_of_run, of_finite, typical
 from curvestep.optimizer_family import Family
 from curvestep.theory.theorems.clipped_sgd import clipping_floor
+from curvestep.trace.history import (
+    History,
+    clipped_share,
+    finite_max,
+    finite_mean,
+    finite_min,
+    header_number,
+    lr_of_run,
+    typical,
+)
 from curvestep.trace.schema import FAILED, NONFINITE
 
 FEW_ROWS = 5  # that a mean is taken over at least, and that belong to the start at most
@@ -63,7 +72,7 @@ def _setting(history: History) -> dict[str, Any]:
     return {
         "family": history.family,
         "lr": lr,
-        "scheduled": of_finite(np.min, history.lr) < 0.9 * lr,
+        "scheduled": finite_min(history.lr) < 0.9 * lr,
         "max_norm": max_norm,
         "clipped": clipped,
         "floor": clipping_floor(noise, max_norm) if clipped > 0 and noise >= 0 else math.nan,
@@ -83,17 +92,17 @@ def _loss_curve(history: History) -> dict[str, Any]:
     noise = 1.05 * typical(np.abs(np.diff(loss[known])))
     clear = 2 * noise * math.sqrt(1 / max(1, len(start)) + 1 / max(1, len(last)))
     num_steps = float(np.max(history.step, initial=0) - np.min(history.step, initial=math.inf))
-    own_fall = of_finite(np.mean, (loss - after)[history.ok])
-    first, final = of_finite(np.mean, start[:1]), of_finite(np.mean, last)
+    own_fall = finite_mean((loss - after)[history.ok])
+    first, final = finite_mean(start[:1]), finite_mean(last)
     highest, scale = float(np.max(loss[known], initial=-math.inf)), max(abs(first), 1e-300)
-    fell = of_finite(np.mean, start) - final > clear
+    fell = finite_mean(start) - final > clear
     return {
         "num_losses": len(known),
         "first_loss": first,
         "last_loss": final,
         "highest_loss": highest,
         "rise": (final - first) / scale,
-        "end_rise": (of_finite(np.mean, after[-1:]) - first) / scale,
+        "end_rise": (finite_mean(after[-1:]) - first) / scale,
         "peak_rise": (highest - first) / scale,
         "stood_still": own_fall * num_steps > clear and not fell,
         "noise": noise,
@@ -106,7 +115,7 @@ def _steps(history: History) -> dict[str, Any]:
     rows = history.columns
     length, norm = rows["step_norm"], rows["grad_norm"]
     kappa = np.where(np.isfinite(rows["kappa"]), rows["kappa"], rows["smoothness"] * length / norm)
-    share = history.lr / of_finite(np.max, history.lr)
+    share = history.lr / finite_max(history.lr)
     share[~np.isfinite(share)] = 1.0
     measured = history.ok & np.isfinite(kappa)
     # Of a schedule, what lies above the median is the half around its peak.

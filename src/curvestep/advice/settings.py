@@ -10,7 +10,7 @@ import numpy as np
 
 from curvestep.advice.decision import DIVERGED, NEXT, decide
 from curvestep.advice.outcome import Outcome, outcome_of
-from curvestep.fit.samples import History, end_of_run
+from curvestep.trace.history import History, end_of_run
 
 
 class TriedSetting(NamedTuple):

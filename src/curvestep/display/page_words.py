@@ -20,8 +20,8 @@ from curvestep.display.chart import NUM_COLOURS
 from curvestep.display.markup import plain
 from curvestep.display.results import finite, stability, usable
 from curvestep.display.views import DAMAGED, RunView, Task
-from curvestep.fit.samples import lr_of_run
 from curvestep.optimizer_family import family_of
+from curvestep.trace.history import lr_of_run
 from curvestep.trace.run import Fields
 
 _SUBJECTS = {"loss": "loss ", "start": "at the start "}  # of reasons that name none

@@ -21,9 +21,9 @@ from curvestep.calibration.result import Calibration, read_calibration
 from curvestep.display.results import columns_of, common_threshold, finite, thinned
 from curvestep.files import read_rows
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
-from curvestep.fit.samples import History, clipped_share, end_of_run, lr_of_run
 from curvestep.notes import Note
 from curvestep.steps import clip_norms
+from curvestep.trace.history import History, clipped_share, end_of_run, lr_of_run
 from curvestep.trace.run import METRICS, TRACE, Fields, Run
 from curvestep.trace.schema import NONFINITE
 from curvestep.trace.sources import find_sources, place_of, short_names, task_of

@@ -23,7 +23,8 @@ from scipy.optimize import root_scalar
 from curvestep.fit.correlation import slope, spearman
 from curvestep.fit.frontier import quantile_lines
 from curvestep.fit.intervals import Interval
-from curvestep.fit.samples import LEAST_ROWS, MOST_ROWS, Samples, evenly_spaced
+from curvestep.fit.samples import MOST_ROWS, Samples, evenly_spaced
+from curvestep.trace.schema import LEAST_ROWS
 
 _DIMENSION = 32  # eigenvalues, evenly spaced on a logarithmic scale
 _REPLICATES = 64

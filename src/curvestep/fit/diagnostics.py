@@ -10,9 +10,10 @@ from scipy import stats
 from curvestep.fit.correlation import correlation, spearman
 from curvestep.fit.frontier import quantile_line
 from curvestep.fit.intervals import block_length
-from curvestep.fit.samples import Samples, typical
+from curvestep.fit.samples import Samples
 from curvestep.fit.within import Within
 from curvestep.notes import Note
+from curvestep.trace.history import typical
 
 _WINDOWS = 8
 _FEW = 5  # rows that make a pattern

@@ -28,7 +28,6 @@ from curvestep.fit.samples import (
     MOST_ROWS,
     Samples,
     check_share,
-    check_trace,
     evenly_spaced,
     usable_samples,
 )
@@ -36,6 +35,7 @@ from curvestep.fit.within import Within, mean_norms, within_steps
 from curvestep.notes import Note
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.theory.inequalities import sample_frontier
+from curvestep.trace.history import History, check_trace
 from curvestep.trace.trace import Trace
 
 if TYPE_CHECKING:
@@ -53,9 +53,8 @@ class SmoothnessFit(Correlations):
     Hessian would show across the rows, ``within`` whether smoothness grows with the gradient norm inside
     single steps, where a constant Hessian shows nothing: the evidence that counts where it was measured.
     ``noise_scale`` is the gradient noise scale in samples of a batch, if the noise was measured. ``samples``
-    are the rows themselves: :func:`~curvestep.advice.advice.advise` works on them. ``law`` is the law that
-    was asked for; of ``law="best"`` the winner's name, empty where the run does not tell; ``laws`` compares
-    them.
+    are the rows themselves, ``history`` those that could not be used, too. ``law`` is the law that was asked
+    for; of ``law="best"`` the winner's name, empty where the run does not tell; ``laws`` compares them.
     """
 
     L0: float
@@ -76,6 +75,11 @@ class SmoothnessFit(Correlations):
     samples: Samples = field(repr=False, compare=False)
     law: str = "affine"
     laws: LawComparison | None = None
+
+    @property
+    def history(self) -> History:
+        """Every row of the trace, usable or not: :func:`~curvestep.advice.advice.advise` reads them."""
+        return self.samples.history
 
     @property
     def explained(self) -> bool:

@@ -20,8 +20,9 @@ from scipy import stats
 from curvestep.fit import fit_words as words
 from curvestep.fit.correlation import UNKNOWN
 from curvestep.fit.intervals import Interval
-from curvestep.fit.samples import LEAST_ROWS, Samples
+from curvestep.fit.samples import Samples
 from curvestep.notes import Note
+from curvestep.trace.schema import LEAST_ROWS
 
 LAWS = ("affine", "power", "loss")
 HELD_OUT = LEAST_ROWS  # blocks of consecutive rows, each predicted from the others

@@ -46,9 +46,10 @@ from numpy.typing import ArrayLike
 from scipy import stats
 
 from curvestep.fit import fit_words as words
-from curvestep.fit.samples import check_share, typical
+from curvestep.fit.samples import check_share
 from curvestep.notes import Note
 from curvestep.smoothness.schedule import short_fractions
+from curvestep.trace.history import typical
 
 # Chosen on seeds below 10,000 of benchmarks/within.py, which judges them on others.
 MOST_KAPPA = 1 / 3  # change of the gradient over its norm, up to which a stretch does not overshoot

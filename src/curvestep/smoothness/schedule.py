@@ -7,8 +7,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 
 from curvestep.checks import check_count, check_positive
+from curvestep.trace.schema import LEAST_ROWS
 
-FIRST_ROWS = 10  # as many as a fit needs: measured whatever they cost
+FIRST_ROWS = LEAST_ROWS  # measured whatever they cost
 SPACING = 5  # steps between measurements, where nothing else is asked for
 COST_SHARE = 0.05  # gradients for measuring over those for training, likewise, after the first rows
 FOLLOWED_ROWS = 5  # that choose the fractions of the next

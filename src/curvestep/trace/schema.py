@@ -9,6 +9,8 @@ Row = dict[str, Any]  # JSON values by the names in FIELDS, and others that a ca
 # What an estimator is called: by the probe, the fit and the column.
 ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
 
+LEAST_ROWS = 10  # measured ones that a fit or an advice needs; the probe measures them whatever they cost
+
 OK = "ok"
 NONFINITE = "nonfinite"  # a loss, gradient or step that is not finite
 ZERO_STEP = "zero-step"  # the parameters did not move: the segment has no smoothness

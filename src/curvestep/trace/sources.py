@@ -10,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from curvestep.display.markup import visible
-from curvestep.fit.samples import check_trace
+from curvestep.trace.history import check_trace
 from curvestep.trace.run import CONFIG, Run, find_runs
 from curvestep.trace.trace import FORMAT, Trace
 

@@ -10,9 +10,10 @@ import numpy as np
 
 from curvestep.display.results import running_mean
 from curvestep.fit.correlation import slope
-from curvestep.fit.samples import LEAST_ROWS, best_setting
 from curvestep.steps import clip_norms
+from curvestep.trace.history import best_setting
 from curvestep.trace.run import FINISHED
+from curvestep.trace.schema import LEAST_ROWS
 from curvestep_reproduction.claims.claims import MissingRuns, Spread
 from curvestep_reproduction.cost import steps_of
 from curvestep_reproduction.figures.plan import Results

@@ -16,7 +16,7 @@ import torch
 from torch.multiprocessing.spawn import ProcessRaisedException
 
 from curvestep.checks import check_count, check_nonnegative
-from curvestep.fit.samples import final_loss
+from curvestep.trace.history import final_loss
 from curvestep.trace.run import (
     DIVERGED,
     ENDED,
