@@ -72,6 +72,12 @@ print(certify(Quartic(), guarantee, 30.0).status, steps.fixed_step(1.0, lr=0.5))
     assert done.stdout == "holds 0.5\n", done.stderr
 
 
+def test_documentation_is_built_without_what_the_package_needs():
+    code = "from docs.math_roles import key_tables\nprint(key_tables()[:11])"
+    done = run(code, blocked=["torch", "numpy", "scipy"])
+    assert done.stdout == "A row holds\n", done.stderr
+
+
 @pytest.mark.slow
 def test_wheel_made_from_the_archive_holds_the_package_and_nothing_else(tmp_path):
     command = [sys.executable, "-m", "build", "--no-isolation", "-o", str(tmp_path), str(ROOT)]
