@@ -119,7 +119,7 @@ def data(parser: Parser, args: list[str]) -> int:
     parser.prog = "curvestep data get"
     action, rest = args[:1], args[1:]
     if action in (["-h"], ["--help"]):
-        parser.read(action)
+        parser.show_help()
     if action != ["get"]:
         hint = nearest("".join(action), ["get"])
         raise UsageError(f"curvestep data: name an action: curvestep data get ptb cifar10.{hint}")

@@ -33,7 +33,7 @@ def read_with_recipe(
         parser.usage = f"{command} RECIPE [-h] [OPTIONS]"
         parser.prog = f"{command} {names[0]}"
         parser.epilog = f"Recipes: {', '.join(names)}.\nEvery field is an option too: {parser.prog} --help"
-        parser.read(args)
+        parser.show_help()
     if not args or args[0].startswith("-"):
         parser.error(f"name a recipe first, one of {', '.join(names)}")
     name, *rest = args
@@ -42,16 +42,23 @@ def read_with_recipe(
             f"{command}: {name} is a script, and {command} serves built-in recipes: {', '.join(names)}. In "
             "your script call curvestep.calibrate or curvestep.SmoothnessProbe; see curvestep --help."
         )
-    without_help = [word for word in rest if word not in ("-h", "--help")]
-    scale = parser.parse_known_args(without_help)[0].scale  # which decides the other defaults
-    try:
-        recipe = get_recipe(name, scale)
-    except ValueError as error:
-        raise UsageError(f"{command}: {error}") from None
+    recipe = _named(command, name)  # of any scale: what it trains decides which options there are
     parser.prog = f"{command} {name}"
     options = _add_fields(parser, recipe, auto, several)
-    chosen = parser.read(rest)
-    return chosen, recipe, {name: vars(chosen)[name] for name in options if name in chosen}
+    chosen = parser.parse(rest)
+    recipe = _named(command, name, chosen.scale)  # which decides their defaults
+    if chosen.help:
+        parser.shown |= {option: as_typed(getattr(recipe, option)) for option in options}
+        parser.show_help()
+    return chosen, recipe, {option: vars(chosen)[option] for option in options if option in chosen}
+
+
+def _named(command: str, name: str, scale: str = "laptop") -> Recipe:
+    """The recipe of this name; a name or scale that is none is a wrong command line."""
+    try:
+        return get_recipe(name, scale)
+    except ValueError as error:
+        raise UsageError(f"{command}: {error}") from None
 
 
 def with_given(parser: Parser, recipe: Recipe, given: Fields) -> Recipe:
@@ -79,7 +86,7 @@ def _add_fields(parser: Parser, recipe: Recipe, auto: Sequence[str], several: bo
             continue
         kind = KINDS.get(hints[name]) or one_of(*get_args(hints[name]))
         words = texts[name].rstrip(".")
-        settings: Fields = {"default": SUPPRESS, "shown": as_typed(default)}
+        settings: Fields = {"default": SUPPRESS}
         if name in auto:
             kind = NUMBER_OR_AUTO
             words = f"{words}; auto: measured at the start"

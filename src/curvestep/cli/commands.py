@@ -27,8 +27,8 @@ def report(parser: Parser, args: list[str]) -> int:
     from curvestep.display.report import report as library
 
     page = library(*chosen.RUN, output=chosen.output)
-    for group in page.verdicts:
-        say(": ".join(filter(None, (group["title"], group["verdict"]))))
+    for said in page.verdicts:
+        say(f"{said['title']}: {said['verdict']}" if said["title"] else said["verdict"])
     say(f"report: {page.path}")
     if chosen.open:
         webbrowser.open(page.path.resolve().as_uri())
@@ -88,13 +88,14 @@ def _advice_of(
     task: str, tasks: Mapping[str, Sequence[Trace]], advices: Mapping[str, Advice], *, details: bool
 ) -> str:
     """The advice for one task, under its name if there are several."""
-    advice, traces = advices[task], tasks[task]
+    advice = advices[task]
+    traces = tasks[task]
     words = advice.details() if details else str(advice)
     if details and len(traces) == 1:
         words = f"{words}\n\n{_fit_words(traces[0])}"
     if len(tasks) == 1:
         return words
-    num_runs = {1: "1 run"}.get(len(traces), f"{len(traces)} runs")
+    num_runs = "1 run" if len(traces) == 1 else f"{len(traces)} runs"
     return f"{task or 'other'}, {num_runs}\n{words}"
 
 

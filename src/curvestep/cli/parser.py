@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import re
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -62,7 +61,12 @@ class Parser(argparse.ArgumentParser):
             description=f"{text}\n\nExample: %(prog)s {example}",
             formatter_class=formatter,
             allow_abbrev=False,
+            add_help=False,  # as below: defaults may depend on other options
         )
+        self.shown: dict[str, str] = {}  # the default of each option, as the help says it
+        self._options: list[str] = []
+        self._words: dict[str, Kind] = {}  # what reads the words that are no options
+        self.add_argument("-h", "--help", action="store_true", help="show this help message and exit")
 
     def option(
         self,
@@ -75,45 +79,67 @@ class Parser(argparse.ArgumentParser):
         **other: object,
     ) -> None:
         """Add an option with a value; ``shown`` describes its default where that is no value to type."""
-        words = f"{words} (default: {shown or as_typed(default)})".replace("%", "%%")
+        words = words.replace("%", "%%")
         settings = {"type": kind, "metavar": kind.metavar, "default": default, **other}
-        self.add_argument(*names.split(), help=words, **settings)
+        added = self.add_argument(*names.split(), help=f"{words} (default: %(default)s)", **settings)
+        self.shown[added.dest] = shown or as_typed(default)
+        self._options += added.option_strings
 
     def flag(self, name: str, words: str) -> None:
         """Add an option without a value, which is off by default."""
         self.add_argument(name, help=f"{words} (default: off)", action="store_true")
+        self._options.append(name)
 
     def positional(self, name: str, words: str, *, kind: Kind = TEXT) -> None:
         """Add the words that are no options, any number of them."""
-        self.add_argument(name, help=words, type=kind, nargs="*", metavar=name)
+        self.add_argument(name, help=words, nargs="*", metavar=name)
+        self._words[name] = kind
 
     def read(self, args: Sequence[str]) -> Namespace:
         """The values by name; :class:`UsageError` names the option and what it needs."""
-        words = [_dashed(arg) for arg in args]
-        for word in words:
-            name = word.partition("=")[0]
-            # Here, before argparse takes the value that follows for something else.
-            if re.match("--?[a-zA-Z]", name) and name not in self._option_string_actions:
-                self._refuse(name)
-        chosen, unexpected = self.parse_known_args(words)
-        if unexpected:
-            self.error(f"unexpected argument: {unexpected[0]}")
+        chosen = self.parse(args)
+        if chosen.help:
+            self.show_help()
         return chosen
+
+    def parse(self, args: Sequence[str]) -> Namespace:
+        """As :meth:`read`, with ``help`` among the values."""
+        chosen, unexpected = self.parse_known_args([_dashed(arg) for arg in args])
+        for word in unexpected:
+            self._refuse(word)
+        # Only now: the value of a mistyped option, which stands among these words, is not to blame.
+        for name, kind in self._words.items():
+            try:
+                setattr(chosen, name, [kind(word) for word in getattr(chosen, name)])
+            except ArgumentTypeError as error:
+                self.error(f"{name}: {error}")
+        return chosen
+
+    def show_help(self) -> NoReturn:
+        """Print the help, with the defaults in ``shown``, and end."""
+        self.set_defaults(**self.shown)
+        self.print_help()
+        self.exit()
 
     def error(self, message: str) -> NoReturn:
         """Raise :class:`UsageError`."""
         message = message.removeprefix("argument ").rstrip(".")
         raise UsageError(f"{self.prog}: {message}. See {self.prog} --help.")
 
-    def _refuse(self, name: str) -> NoReturn:
-        listed = [known for known in self._option_string_actions if re.match("--(?!help)", known)]
-        hint = nearest(ALIASES.get(name.lower(), name), listed)
+    def _refuse(self, word: str) -> NoReturn:
+        if not word.startswith("-"):
+            self.error(f"unexpected argument: {word}")
+        name, _, _ = word.partition("=")
+        hint = nearest(ALIASES.get(name.lower(), name), self._options)
         raise UsageError(f"{self.prog}: there is no option {name}.{hint} See {self.prog} --help.")
 
 
 def _dashed(word: str) -> str:
     """``--batch_size=20`` as ``--batch-size=20``."""
-    return re.sub("^--[^=]+", lambda name: name.group().replace("_", "-"), word)
+    name, equals, value = word.partition("=")
+    if not name.startswith("--"):
+        return word
+    return name.replace("_", "-") + equals + value
 
 
 def as_typed(default: object) -> str:
