@@ -30,6 +30,7 @@ LIBRARY = {
     "calibration",
     "autopsy",
     "loaders",
+    "clip_direction",
 }
 USES = {
     "checks": set(),
@@ -69,6 +70,7 @@ USES = {
     },
     "lr_schedules": set(),
     "loaders": {"tensors", "smoothness"},
+    "clip_direction": {"loaders", "smoothness", "tensors", "theory.theorems"},
     "loggers": LIBRARY,
     "integrations": {"loggers", *LIBRARY},
     "display": LIBRARY,

@@ -5,6 +5,7 @@ from curvestep.advice.advice import Advice as Advice, advise as advise
 from curvestep.autopsy.recorder import Autopsy as Autopsy
 from curvestep.calibration.calibrate import calibrate as calibrate
 from curvestep.calibration.result import Calibration as Calibration
+from curvestep.clip_direction import ClippingBias as ClippingBias, clipping_bias as clipping_bias
 from curvestep.display.report import report as report
 from curvestep.fit.fit import SmoothnessFit as SmoothnessFit, fit_smoothness as fit_smoothness
 from curvestep.loaders import representative_batches as representative_batches
