@@ -2,11 +2,16 @@ import dataclasses
 import math
 
 import pytest
+import torch
 from hypothesis import given, strategies as st
 
-from curvestep_reproduction.cost import cost_of
+from curvestep_reproduction.cost import cost_of, steps_of
+from curvestep_reproduction.data.corpus import load_corpus, load_topics
+from curvestep_reproduction.models import MODELS, LSTMModel, options_of
 from curvestep_reproduction.recipes import RECIPES, from_dict, get_recipe, to_dict, with_fields
-from curvestep_reproduction.tasks import seed_of
+from curvestep_reproduction.tasks import make_task, seed_of
+from curvestep_reproduction.training.session import make_optimizer
+from reproduction.tests.small import small_language
 
 
 def test_a_kept_recipe_with_a_dropped_field_is_read_if_it_has_its_default():
@@ -122,6 +127,72 @@ def test_a_recipe_says_its_model_and_what_its_data_were_cut_to():
     images = get_recipe("cifar-resnet20", pooling=2, num_images=80)
     assert images.model_words == "ResNet20, 80 images, 16 pixels a side"
     assert (cut.data, images.data) == ("ptb", "cifar10-subset")
+
+
+def test_a_corpus_has_its_own_number_of_words(tmp_path):
+    def of(name):
+        return steps_of(get_recipe("ptb-lstm", corpus=name, epochs=1, batch_size=10, bptt=10))
+
+    words = len(load_topics().train)
+    assert of("topics") == round(words / 100) < of("ptb") == 9296
+    text = tmp_path / "text.txt"
+    text.write_text("one two three\n" * 500)
+    assert of(str(text)) == len(load_corpus(text).train) // 100
+
+
+def test_a_recipe_keeps_the_options_of_its_model_beside_its_fields():
+    recipe = get_recipe("ptb-lstm", hidden="50", dropout=0.1)
+    assert recipe.options["hidden"] == 50
+    assert set(recipe.options) == set(options_of(LSTMModel))
+    assert to_dict(recipe)["hidden"] == 50  # as in the folders of earlier runs
+    with pytest.raises(ValueError, match="`options` must be one of"):
+        dataclasses.replace(recipe, options={"heads": 2})
+    with pytest.raises(ValueError, match=r"has no field `heads`\. Fields: .*hidden"):
+        with_fields(recipe, heads=2)
+
+
+class Bigram(torch.nn.Module):
+    """A model of somebody else: what stands in ``MODELS`` can be trained."""
+
+    task = "language"
+    sizes = ("rank",)
+
+    def __init__(self, vocab_size, *, rank=3):
+        super().__init__()
+        self.into = torch.nn.Embedding(vocab_size, rank)
+        self.out = torch.nn.Linear(rank, vocab_size)
+
+    def forward(self, tokens, state=None):
+        return self.out(self.into(tokens)), None, None
+
+
+def test_a_model_and_a_rule_are_one_entry_each(tmp_path, monkeypatch):
+    monkeypatch.setitem(MODELS, "bigram", Bigram)
+    recipe = small_language(tmp_path, model="bigram", rank=4, optimizer="adamw", lr=0.01, probe_every=0)
+    assert recipe.options == {"rank": 4}
+    assert recipe.problem == "text.txt/bigram/4"
+    assert recipe.label == "lr 0.01, AdamW, clip 0.25"
+    task = make_task(recipe)
+    model = task.build()
+    assert model.out.weight.shape[1] == 4
+    optimizer = make_optimizer(recipe, model)
+    assert type(optimizer).__name__ == "ClippedAdamW"
+    task.loss(model, task.batch(0))[0].backward()
+    optimizer.step()
+    assert optimizer.clip_stats()["steps"] == 1
+
+
+def test_runs_of_earlier_commits_keep_their_seeds():
+    kept = {
+        "task": "language",
+        "name": "ptb-lstm",
+        "model": "lstm",
+        "embedding": 64,
+        "hidden": 100,
+        "steps": 9,
+    }
+    assert from_dict(kept).problem == "ptb/lstm/64/100/2"
+    assert from_dict({"task": "images", "name": "cifar-resnet20", "steps": 9}).problem.endswith("/resnet20")
 
 
 def test_the_cost_counts_rows_from_the_first_measured_step():

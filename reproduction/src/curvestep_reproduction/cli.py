@@ -94,7 +94,7 @@ def sweep(parser: Parser, args: list[str]) -> int:
     result = library(recipe, grid, folder, **_arguments(chosen, *names))
     say(result)
     say(f"curvestep report {result.folder}")
-    return _code(failed="failed" in {trial.status for trial in result.trials})
+    return _code(failed=any(trial.status == "failed" for trial in result.trials))
 
 
 def calibrate(parser: Parser, args: list[str]) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 
-from curvestep_reproduction.models import mean_bptt_length
+from curvestep_reproduction.data.corpus import NUM_WORDS, num_train_words
+from curvestep_reproduction.models import MODELS, mean_bptt_length
 from curvestep_reproduction.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep_reproduction.tasks import PIECE_WORDS
 
@@ -25,7 +26,9 @@ def cost_of(recipe: Recipe) -> float:
     """
     if recipe.scale == "laptop" and recipe.max_norm == math.inf and recipe.lr >= 10:
         return 1.5  # diverges at once
-    (step, gradient), num_steps, num_rows = _seconds(recipe), steps_of(recipe), 0
+    step, gradient = _seconds(recipe)
+    num_steps = steps_of(recipe)
+    num_rows = 0
     if recipe.probe_every:
         num_rows = len(range(recipe.probe_from, num_steps, recipe.probe_every))
     return num_steps * step + num_rows * _batches_of_a_row(recipe) * gradient
@@ -34,10 +37,10 @@ def cost_of(recipe: Recipe) -> float:
 def _seconds(recipe: Recipe) -> tuple[float, float]:
     """CPU seconds of a step and of a gradient."""
     if isinstance(recipe, LanguageRecipe):
-        outputs = recipe.embedding * (recipe.vocabulary or 10_000)
-        inner = 8 * recipe.hidden * (recipe.embedding + recipe.hidden) * (recipe.layers - 1)
+        words = recipe.vocabulary or NUM_WORDS
+        work = MODELS[recipe.model].work(words, **recipe.options)
         # Larger products are faster for their size: 200/512 takes 8 times as long for 17 times the work.
-        scale = ((outputs + inner) / 259_000) ** 0.75 * recipe.batch_size * recipe.bptt / 700
+        scale = (work / 259_000) ** 0.75 * recipe.batch_size * recipe.bptt / 700
         return scale * _LANGUAGE_STEP, scale * _LANGUAGE_STEP - _LANGUAGE_OVERHEAD
     assert isinstance(recipe, ImageRecipe)
     scale = 4 / recipe.pooling**2 * recipe.batch_size / 64
@@ -70,7 +73,7 @@ def _epoch(recipe: Recipe) -> float:
     """Steps of an epoch, roughly."""
     if isinstance(recipe, LanguageRecipe):
         length = mean_bptt_length(recipe.bptt) if recipe.variable_bptt else recipe.bptt
-        return (recipe.num_words or 929_589) / (recipe.batch_size * length)
+        return (recipe.num_words or num_train_words(recipe.corpus)) / (recipe.batch_size * length)
     assert isinstance(recipe, ImageRecipe)
     sizes = {"cifar10": 50_000, "cifar10-subset": 10_000, "digits": 1_437}
     return (recipe.num_images or sizes[recipe.images]) // recipe.batch_size

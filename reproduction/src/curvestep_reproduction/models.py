@@ -5,9 +5,10 @@ The LSTM language model, small or AWD-LSTM (Merity, Keskar, Socher, 2018), and R
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from itertools import pairwise, starmap
-from typing import Any, NamedTuple
+from itertools import pairwise
+from typing import Any, ClassVar, Literal, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn import functional as F
 
+Task = Literal["language", "images"]
 # Hidden and cell state of each layer, shaped (1, batch, width).
 State = tuple[tuple[Tensor, Tensor], ...]
 
@@ -31,10 +33,19 @@ class LSTMModel(nn.Module):
 
     The last layer has the width of the embedding, as in AWD-LSTM: the softmax then needs no projection and
     no weights of its own, only a bias. In each training forward pass one mask is drawn for each of: the words
-    of the vocabulary (``dropout_embedding``), the embedded inputs (``dropout_input``), the hidden-to-hidden
-    weights of each layer (``weight_drop``), the outputs between layers (``dropout_hidden``) and the output
-    (``dropout``); all are shared over time. The options are the probabilities of dropping; ``embedding`` is
-    the width of the word vectors and of the last layer, ``hidden`` that of the other layers.
+    of the vocabulary, the embedded inputs, the hidden-to-hidden weights of each layer, the outputs between
+    layers and the output; all are shared over time.
+
+    Args:
+        vocab_size: Number of different words.
+        embedding: Size of the word vectors, and of the last layer.
+        hidden: Size of the hidden layers.
+        layers: Number of LSTM layers.
+        dropout: Dropout of the output.
+        weight_drop: Share of the hidden-to-hidden weights dropped.
+        dropout_input: Dropout of the word vectors.
+        dropout_hidden: Dropout between the layers.
+        dropout_embedding: Share of the words dropped.
 
     Example:
         >>> model = LSTMModel(10, embedding=4, hidden=6)
@@ -42,6 +53,9 @@ class LSTMModel(nn.Module):
         >>> logits.shape, len(state), activation_penalty(activations) >= 0
         (torch.Size([3, 2, 10]), 2, tensor(True))
     """
+
+    task: ClassVar[Task] = "language"
+    sizes: ClassVar[tuple[str, ...]] = ("embedding", "hidden", "layers")  # options that make another model
 
     def __init__(
         self,
@@ -51,23 +65,29 @@ class LSTMModel(nn.Module):
         hidden: int = 200,
         layers: int = 2,
         dropout: float = 0.0,
-        dropout_hidden: float = 0.0,
-        dropout_input: float = 0.0,
-        dropout_embedding: float = 0.0,
         weight_drop: float = 0.0,
+        dropout_input: float = 0.0,
+        dropout_hidden: float = 0.0,
+        dropout_embedding: float = 0.0,
     ) -> None:
         super().__init__()
         widths = [embedding, *[hidden] * (layers - 1), embedding]
         self.embedding = nn.Embedding(vocab_size, embedding)
-        self.lstms = nn.ModuleList(starmap(nn.LSTM, pairwise(widths)))
+        self.lstms = nn.ModuleList(nn.LSTM(before, after) for before, after in pairwise(widths))
         self.decoder = nn.Linear(widths[-1], vocab_size)
         self.decoder.weight = self.embedding.weight
         nn.init.uniform_(self.embedding.weight, -0.1, 0.1)
         nn.init.uniform_(self.decoder.weight, -0.1, 0.1)
         nn.init.zeros_(self.decoder.bias)
         self.dropouts = [*[dropout_hidden] * (layers - 1), dropout]  # after each layer
-        self.dropout_input, self.dropout_embedding = dropout_input, dropout_embedding
+        self.dropout_input = dropout_input
+        self.dropout_embedding = dropout_embedding
         self.weight_drop = weight_drop
+
+    @staticmethod
+    def work(num_words: int, *, embedding: int, hidden: int, layers: int, **_: float) -> float:
+        """Multiplications a word, roughly, over that many different words: for estimates of cost."""
+        return embedding * num_words + 8 * hidden * (embedding + hidden) * (layers - 1)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State, Activations]:
         """Scores of the next word, shaped (time, batch, words), the state after it, and activations.
@@ -75,7 +95,8 @@ class LSTMModel(nn.Module):
         ``tokens`` are word ids, shaped (time, batch); ``state`` is that of the window before, or zeros.
         """
         x = locked_dropout(self._embed(tokens), self.dropout_input, self.training)
-        after, raw = [], x
+        after = []
+        raw = x
         before = state or [None] * len(self.lstms)
         for layer, start, p in zip(self.lstms, before, self.dropouts, strict=True):
             raw, left = self._run(layer, x, start)
@@ -183,6 +204,9 @@ class ResNet20(nn.Module):
         torch.Size([2, 10])
     """
 
+    task: ClassVar[Task] = "images"
+    sizes: ClassVar[tuple[str, ...]] = ()
+
     def __init__(self, *, norm: Norm = nn.BatchNorm2d) -> None:
         super().__init__()
         self.conv = nn.Conv2d(3, 16, 3, 1, 1, bias=False)
@@ -242,3 +266,25 @@ class _AllReduce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:
         return _AllReduce.apply(*grads)
+
+
+Model = type[LSTMModel] | type[ResNet20]
+MODELS: dict[str, Model] = {"lstm": LSTMModel, "awd-lstm": LSTMModel, "resnet20": ResNet20}
+"""Every model by its name in recipes. One for text takes the number of words and its options, and answers as
+:class:`LSTMModel`; one for images takes ``norm`` and its options, and answers as :class:`ResNet20`."""
+
+
+def options_of(model: Model) -> dict[str, float]:
+    """The numbers that a model is made from, with their defaults: what a recipe may set.
+
+    Example:
+        >>> options_of(ResNet20), options_of(LSTMModel)["hidden"]
+        ({}, 200)
+    """
+    given = inspect.signature(model).parameters.values()
+    return {p.name: p.default for p in given if isinstance(p.default, (int, float))}
+
+
+def models_of(task: str) -> tuple[str, ...]:
+    """Names of the models of a task, ``language`` or ``images``."""
+    return tuple(name for name, model in MODELS.items() if model.task == task)

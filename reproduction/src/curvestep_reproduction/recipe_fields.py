@@ -8,8 +8,11 @@ from functools import partial
 
 import numpy as np
 
-from curvestep.checks import check_count, check_nonnegative, check_positive
-from curvestep.steps import check_threshold
+from curvestep.checks import check_count, check_nonnegative, check_positive, check_threshold
+
+
+def check_nothing(name: str, value: object) -> None:
+    """Whatever value: for a field that has no check of its own."""
 
 
 def _check_range(name: str, value: float | tuple[float, ...], *, low: float, high: float, words: str) -> None:
@@ -66,5 +69,5 @@ _CONVERTERS: dict[object, Callable[..., object]] = {
     bool: lambda value: {"true": True, "false": False}[str(value).lower()],
     int: _to_int,
     float: _to_float,
-    tuple[float, ...]: lambda values: tuple(map(_to_float, values)),
+    tuple[float, ...]: lambda values: tuple(_to_float(value) for value in values),
 }

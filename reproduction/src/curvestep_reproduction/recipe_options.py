@@ -6,14 +6,14 @@ import inspect
 import re
 from argparse import SUPPRESS, Namespace
 from collections.abc import Sequence
-from dataclasses import fields
 from typing import get_args, get_type_hints
 
 from curvestep.cli.parser import INTEGER, NUMBER, TEXT, Kind, Parser, UsageError, as_typed, one_of
 from curvestep.trace.run import Fields
-from curvestep_reproduction.recipes import SCALES, Recipe, get_recipe, recipe_names, with_fields
+from curvestep_reproduction.models import MODELS, models_of
+from curvestep_reproduction.recipes import RULES, SCALES, Recipe, get_recipe, recipe_names, with_fields
 
-NOT_OPTIONS = ("name", "scale")  # fields of a recipe that are chosen by its name and scale
+NOT_OPTIONS = ("name", "scale", "options")  # chosen by its name and scale, or one by one
 NUMBER_OR_AUTO = Kind("auto|X", "a number or auto", lambda word: word if word == "auto" else float(word))
 KINDS = {
     str: TEXT, int: INTEGER, float: NUMBER, bool: one_of("true", "false"), tuple[float, ...]: NUMBER,
@@ -76,15 +76,17 @@ def add_scale(parser: Parser, words: str = "Preset of sizes and step counts") ->
 
 def _add_fields(parser: Parser, recipe: Recipe, auto: Sequence[str], several: bool) -> list[str]:
     """Add an option for every field of a recipe; the names of the fields."""
-    hints = get_type_hints(type(recipe))
-    texts = help_texts(type(recipe))
+    hints = get_type_hints(type(recipe)) | {name: type(value) for name, value in recipe.options.items()}
+    texts = help_texts(type(recipe)) | help_texts(MODELS[recipe.model])
+    choices = {"model": models_of(recipe.task), "optimizer": tuple(RULES)}
     added = []
-    for field in fields(recipe):
-        name, default = field.name, getattr(recipe, field.name)
+    for name, default in {**vars(recipe), **recipe.options}.items():
         is_list = isinstance(default, tuple)
         if name in NOT_OPTIONS or (several and is_list):
             continue
         kind = KINDS.get(hints[name]) or one_of(*get_args(hints[name]))
+        if name in choices:
+            kind = one_of(*choices[name])
         words = texts[name].rstrip(".")
         settings: Fields = {"default": SUPPRESS}
         if name in auto:
@@ -100,15 +102,15 @@ def _add_fields(parser: Parser, recipe: Recipe, auto: Sequence[str], several: bo
     return added
 
 
-def help_texts(recipe: type[Recipe]) -> dict[str, str]:
-    """The help of each field: the first sentence about it in the ``Args`` of its class, or of a base class.
+def help_texts(described: type) -> dict[str, str]:
+    """The help of each argument: the first sentence about it in the ``Args`` of a class, or of its bases.
 
     Example:
         >>> help_texts(Recipe)["momentum"]
         'Momentum of the optimizer.'
     """
     found: dict[str, str] = {}
-    for owner in reversed(recipe.__mro__):
+    for owner in reversed(described.__mro__):
         listed = inspect.cleandoc(str(owner.__doc__)).partition("\nArgs:\n")[2]
         for entry in re.split(r"\n(?=    \w+: )", "\n" + listed):
             name, _, text = " ".join(entry.split()).partition(": ")

@@ -10,18 +10,39 @@ from __future__ import annotations
 import dataclasses
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, fields, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal, TypeVar, get_args, get_origin, get_type_hints
 
 from curvestep.checks import check_choice, check_count, nearest
 from curvestep.files import dump_json, load_json
 from curvestep.trace.run import Fields
-from curvestep_reproduction.recipe_fields import CHECKS, read_value
+from curvestep_reproduction.models import MODELS, models_of, options_of
+from curvestep_reproduction.recipe_fields import CHECKS, check_nothing, read_value
 
 Scale = Literal["laptop", "longer", "epoch", "paper"]
 SCALES: tuple[str, ...] = get_args(Scale)
-OPTIMIZERS = {"clipped": "ClippedSGD", "normalized": "NormalizedSGD"}  # their classes
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A step rule that recipes name: an optimizer of the library, and the fields that it is made from."""
+
+    optimizer: str  # its class, a public name of curvestep
+    threshold: str  # field with the gradient norm at which it bends
+    others: tuple[str, ...] = ("momentum", "weight_decay")  # further fields that it takes
+    bends_below: float = 1.0  # coefficient on the gradient below which it has bent
+    words: str = ""  # in labels, before the threshold
+
+
+RULES = {
+    "clipped": Rule("ClippedSGD", "max_norm"),
+    "normalized": Rule("NormalizedSGD", "offset", bends_below=0.5, words="normalized, "),
+    "adamw": Rule("ClippedAdamW", "max_norm", ("weight_decay",), words="AdamW, "),
+}
+"""Every step rule by its name in recipes."""
+_THRESHOLD_WORDS = {"max_norm": "clip", "offset": "offset"}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +55,8 @@ class Recipe(ABC):
             first epoch, hours a run) or ``paper`` (days).
         seed: Decides the start and the batches. The optimizer is left out of it, so that all optimizers see
             the same start and the same batches.
-        optimizer: Step rule: ``clipped``, h = min{η, γη/g}, or ``normalized``, h = η/(g + β).
+        optimizer: Step rule: ``clipped``, h = min{η, γη/g}, ``normalized``, h = η/(g + β), or ``adamw``.
+        model: The model, a key of ``MODELS``.
         lr: Learning rate η.
         max_norm: Gradient norm γ at which clipping starts; ``inf`` is plain SGD.
         offset: Gradient norm β added in the normalized step.
@@ -64,7 +86,10 @@ class Recipe(ABC):
     name: str
     scale: Scale = "laptop"
     seed: int = 0
-    optimizer: Literal["clipped", "normalized"] = "clipped"
+    optimizer: str = "clipped"
+    model: str = ""
+    # The model's own options, as its class declares them; given beside the fields, as ``hidden=100``.
+    options: Mapping[str, float] = field(default_factory=dict)
     lr: float = 1.0
     max_norm: float = math.inf
     offset: float = 1.0
@@ -90,9 +115,14 @@ class Recipe(ABC):
         for name, hint in get_type_hints(type(self)).items():
             if get_origin(hint) is Literal:
                 check_choice(name, getattr(self, name), get_args(hint))
-        for name, check in CHECKS.items():
-            if hasattr(self, name):
-                check(name, getattr(self, name))
+        check_choice("optimizer", self.optimizer, tuple(RULES))
+        check_choice("model", self.model, models_of(self.task))
+        defaults = options_of(MODELS[self.model])
+        for name in self.options:
+            check_choice("options", name, tuple(defaults))
+        object.__setattr__(self, "options", {**defaults, **self.options})
+        for name, value in {**vars(self), **self.options}.items():
+            CHECKS.get(name, check_nothing)(name, value)
         if not self.fractions:
             raise ValueError("`fractions` must be numbers in (0, 1], got none.")
         if (self.steps == 0) == (self.epochs == 0):
@@ -117,15 +147,28 @@ class Recipe(ABC):
         """The data and the model, which with the seed decide the start and the batches."""
 
     @property
+    def rule(self) -> Rule:
+        """The step rule."""
+        return RULES[self.optimizer]
+
+    @property
+    def threshold(self) -> float:
+        """The gradient norm at which the step rule bends; infinity for never."""
+        return getattr(self, self.rule.threshold)
+
+    @property
+    def sizes(self) -> str:
+        """The options that make another model, for names: ``200/512/2``."""
+        return "/".join(str(self.options[name]) for name in MODELS[self.model].sizes)
+
+    @property
     def label(self) -> str:
         """The setting in words, for legends: ``lr 30, clip 0.25``."""
         words = [f"lr {self.lr:g}"]
-        if self.optimizer == "normalized":
-            words.append(f"normalized, offset {self.offset:g}")
-        elif self.max_norm < math.inf:
-            words.append(f"clip {self.max_norm:g}")
+        if self.threshold < math.inf:
+            words.append(f"{self.rule.words}{_THRESHOLD_WORDS[self.rule.threshold]} {self.threshold:g}")
         else:
-            words.append("no clip")
+            words.append(f"{self.rule.words}no clip")
         if self.momentum:
             words.append(f"momentum {self.momentum:g}")
         if self.lr_drops:
@@ -138,19 +181,10 @@ class LanguageRecipe(Recipe):
     """Training of a language model on a stream of words.
 
     Args:
-        model: ``lstm`` or ``awd-lstm``, its name with all of the dropouts below.
         corpus: ``ptb``, ``topics`` (always there), or the path of a text file.
         num_words: Training words to use, the first of the text; 0 takes all.
         vocabulary: Different words to keep, the most frequent of the training text with ``<eos>`` and
             ``<unk>``; the others become ``<unk>``; 0 keeps all of PTB, 10,000 of any other text.
-        embedding: Size of the word vectors.
-        hidden: Size of the hidden layers.
-        layers: Number of LSTM layers.
-        dropout: Dropout of the output.
-        weight_drop: Share of the hidden-to-hidden weights dropped.
-        dropout_input: Dropout of the word vectors.
-        dropout_hidden: Dropout between the layers.
-        dropout_embedding: Share of the words dropped.
         activation_penalty: Weight of the mean square of the last layer's dropped-out output.
         temporal_penalty: Weight of the mean square of its change from word to word.
         bptt: Words of truncated backpropagation.
@@ -162,18 +196,10 @@ class LanguageRecipe(Recipe):
     """
 
     task = "language"
-    model: Literal["lstm", "awd-lstm"] = "lstm"
+    model: str = "lstm"
     corpus: str = "ptb"
     num_words: int = 0
     vocabulary: int = 0
-    embedding: int = 128
-    hidden: int = 200
-    layers: int = 2
-    dropout: float = 0.0
-    weight_drop: float = 0.0
-    dropout_input: float = 0.0
-    dropout_hidden: float = 0.0
-    dropout_embedding: float = 0.0
     activation_penalty: float = 0.0
     temporal_penalty: float = 0.0
     bptt: int = 35
@@ -199,7 +225,7 @@ class LanguageRecipe(Recipe):
     @property
     def model_words(self) -> str:
         """The model with its sizes, and what the text was cut to."""
-        words = f"{self.model.upper()} {self.embedding}/{self.hidden}"
+        words = f"{self.model.upper()} {self.sizes.rpartition('/')[0]}"
         if self.vocabulary:
             words += f", {self.vocabulary:,} different words"
         if self.num_words:
@@ -212,7 +238,7 @@ class LanguageRecipe(Recipe):
         corpus = Path(self.corpus).name
         if self.vocabulary:
             corpus += f"-{self.vocabulary}"
-        return f"{corpus}/{self.model}/{self.embedding}/{self.hidden}/{self.layers}"
+        return f"{corpus}/{self.model}/{self.sizes}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -226,6 +252,7 @@ class ImageRecipe(Recipe):
     """
 
     task = "images"
+    model: str = "resnet20"
     images: Literal["cifar10", "cifar10-subset", "digits"] = "cifar10-subset"
     num_images: int = 0
     pooling: int = 1
@@ -243,7 +270,7 @@ class ImageRecipe(Recipe):
     @property
     def model_words(self) -> str:
         """The network, and what its images were cut to."""
-        words = "ResNet20"
+        words = MODELS[self.model].__name__
         if self.num_images:
             words += f", {self.num_images:,} images"
         if self.pooling > 1:
@@ -254,13 +281,19 @@ class ImageRecipe(Recipe):
     def problem(self) -> str:
         """The images and the model."""
         images = self.images if self.pooling == 1 else f"{self.images}-{self.pooling}"
-        return f"{images}/resnet20"
+        return f"{images}/{self.model}"
 
 
 _PTB_LSTM = LanguageRecipe(name="ptb-lstm", lr=10.0, max_norm=0.25, steps=300, eval_size=7_000)
 # The quantitative comparison of the paper: two layers, 200 and 512, lr 10 with threshold 0.25.
 _PTB_LSTM_PAPER = replace(
-    _PTB_LSTM, scale="paper", embedding=200, hidden=512, steps=0, epochs=1, probe_data=0.1, eval_size=0
+    _PTB_LSTM,
+    scale="paper",
+    options={"embedding": 200, "hidden": 512},
+    steps=0,
+    epochs=1,
+    probe_data=0.1,
+    eval_size=0,
 )
 # The same model and text, measured on a hundredth of the text.
 _PTB_LSTM_LONGER = replace(
@@ -269,8 +302,11 @@ _PTB_LSTM_LONGER = replace(
 )  # fmt: skip
 # Merity et al. (2018): the public recipe that the paper follows, but for its average of the last iterates.
 _AWD_LSTM_PAPER = LanguageRecipe(
-    name="ptb-awd-lstm", scale="paper", model="awd-lstm", embedding=400, hidden=1150, layers=3,
-    dropout=0.4, weight_drop=0.5, dropout_input=0.4, dropout_hidden=0.25, dropout_embedding=0.1,
+    name="ptb-awd-lstm", scale="paper", model="awd-lstm",
+    options={
+        "embedding": 400, "hidden": 1150, "layers": 3, "dropout": 0.4, "weight_drop": 0.5,
+        "dropout_input": 0.4, "dropout_hidden": 0.25, "dropout_embedding": 0.1,
+    },
     activation_penalty=2.0, temporal_penalty=1.0, bptt=70, variable_bptt=True,
     lr=30.0, max_norm=0.25, weight_decay=1.2e-6, epochs=500, probe_every=0,
     eval_every=684,  # an epoch of random pieces
@@ -281,8 +317,8 @@ _AWD_LSTM_EPOCH = replace(
     fractions=(0.05, 0.15, 0.5, 1.0), eval_every=50, eval_part=0.2,
 )  # fmt: skip
 _AWD_LSTM = replace(
-    _AWD_LSTM_PAPER, scale="laptop", hidden=200, embedding=128, layers=3, bptt=35, epochs=0, steps=300,
-    probe_every=5, eval_every=0, eval_size=7_000,
+    _AWD_LSTM_PAPER, scale="laptop", options={**_AWD_LSTM_PAPER.options, "embedding": 128, "hidden": 200},
+    bptt=35, epochs=0, steps=300, probe_every=5, eval_every=0, eval_size=7_000,
 )  # fmt: skip
 _RESNET20 = ImageRecipe(
     name="cifar-resnet20", lr=0.1, momentum=0.9, weight_decay=5e-4, batch_size=128, steps=150,
@@ -341,21 +377,31 @@ def with_fields(recipe: RecipeT, **overrides: object) -> RecipeT:
         0
     """
     hints = get_type_hints(type(recipe))
-    valid = tuple(field.name for field in fields(recipe))
+    chosen = check_choice("model", str(overrides.get("model", recipe.model)), models_of(recipe.task))
+    of_model = options_of(MODELS[chosen])
+    valid = (*(name for name in hints if name in vars(recipe) and name != "options"), *of_model)
     for name in overrides:
         if name not in valid:
             hint = f"{nearest(name, valid)} Fields: {', '.join(valid)}."
             raise ValueError(f"Recipe {recipe.name} has no field `{name}`.{hint}")
-    changes = {name: read_value(name, value, hints[name]) for name, value in overrides.items()}
+    changes: Fields = {}
+    options = {name: value for name, value in recipe.options.items() if name in of_model}
+    for name, value in overrides.items():
+        if name in of_model:
+            options[name] = read_value(name, value, type(of_model[name]))
+        else:
+            changes[name] = read_value(name, value, hints[name])
     for given, other in (("steps", "epochs"), ("epochs", "steps")):
         if changes.get(given):
             changes.setdefault(other, 0)
-    return replace(recipe, **changes)
+    return replace(recipe, **changes, options=options)
 
 
 def to_dict(recipe: Recipe) -> Fields:
-    """The recipe as plain values, lists for tuples: what is read back from its file."""
-    return load_json(dump_json({"task": recipe.task, **dataclasses.asdict(recipe)}))
+    """The recipe as plain values, lists for tuples, the model's options beside the fields."""
+    values = {"task": recipe.task, **dataclasses.asdict(recipe)}
+    options = values.pop("options")
+    return load_json(dump_json({**values, **options}))
 
 
 # Fields that do not decide how a run trains, or, the seed, by chance only.
@@ -370,8 +416,8 @@ def in_words(recipe: Recipe) -> Fields:
     return {
         "label": recipe.label,
         "task": f"{recipe.name}, {recipe.scale}, {recipe.problem}, batch {recipe.batch_size}",
-        "optimizer": OPTIMIZERS[recipe.optimizer],
-        "max_norm": recipe.max_norm if recipe.optimizer == "clipped" else math.inf,
+        "optimizer": recipe.rule.optimizer,
+        "max_norm": recipe.max_norm if recipe.rule.threshold == "max_norm" else math.inf,
         "not_settings": list(NOT_SETTINGS),
     }
 
@@ -394,7 +440,7 @@ def from_dict(values: Fields) -> Recipe:
 
 
 # Fields that kept runs have, not in use.
-_RETIRED = {"start_from": "", "averaging": "never", "patience": 5, "augmented": True, "model": "resnet20"}
+_RETIRED = {"start_from": "", "averaging": "never", "patience": 5, "augmented": True}
 TASKS: dict[str, type[Recipe]] = {kind.task: kind for kind in (LanguageRecipe, ImageRecipe)}
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from curvestep.loaders import representative_batches
-from curvestep.smoothness.snapshot import detach_state
+from curvestep import representative_batches
 from curvestep_reproduction.data.corpus import Corpus, batchify, load_corpus, load_ptb, load_topics
 from curvestep_reproduction.data.download import Unreachable
 from curvestep_reproduction.data.images import (
@@ -28,9 +27,9 @@ from curvestep_reproduction.data.images import (
     normalise,
 )
 from curvestep_reproduction.models import (
+    MODELS,
     GlobalBatchNorm2d,
-    LSTMModel,
-    ResNet20,
+    State,
     activation_penalty,
     random_bptt_length,
 )
@@ -50,6 +49,13 @@ def seed_of(recipe: Recipe, purpose: str) -> int:
 def generator(recipe: Recipe, purpose: str) -> torch.Generator:
     """A generator for one purpose, from :func:`seed_of`."""
     return torch.Generator().manual_seed(seed_of(recipe, purpose))
+
+
+def detach_state(state: State | None) -> State | None:
+    """A recurrent state, cut off from its past."""
+    if state is None:
+        return None
+    return tuple((hidden.detach(), cell.detach()) for hidden, cell in state)
 
 
 def part_of_batch(recipe: Recipe, rank: int, world_size: int) -> slice:
@@ -97,13 +103,6 @@ def _load_corpus(recipe: LanguageRecipe, **where: bool) -> Corpus:
     return load_topics(max_vocabulary=size)
 
 
-# Fields that a language model is made of.
-_MODEL_FIELDS = (
-    "embedding", "hidden", "layers", "dropout", "weight_drop", "dropout_input", "dropout_hidden",
-    "dropout_embedding",
-)  # fmt: skip
-
-
 class LanguageTask:
     """Next-word prediction over contiguous streams, with truncated backpropagation."""
 
@@ -134,10 +133,10 @@ class LanguageTask:
 
     def build(self) -> nn.Module:
         """A new language model, from the recipe's seed."""
-        fields = {name: getattr(self.recipe, name) for name in _MODEL_FIELDS}
+        make: Any = MODELS[self.recipe.model]
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.recipe, "start"))
-            return LSTMModel(len(self.corpus.vocabulary), **fields)
+            return make(len(self.corpus.vocabulary), **self.recipe.options)
 
     def num_steps(self) -> int:
         """Steps of the whole run: given, or the pieces of all epochs."""
@@ -246,9 +245,11 @@ class ImageTask:
 
     def build(self) -> nn.Module:
         """A new residual network, from the recipe's seed."""
+        make: Any = MODELS[self.recipe.model]
+        norm = GlobalBatchNorm2d if self.world_size > 1 else nn.BatchNorm2d
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed_of(self.recipe, "start"))
-            model = ResNet20(norm=GlobalBatchNorm2d if self.world_size > 1 else nn.BatchNorm2d)
+            model = make(norm=norm, **self.recipe.options)
         return model.to(memory_format=self._layout)  # pyright: ignore[reportCallIssue] (torch's own overloads)
 
     def num_steps(self) -> int:

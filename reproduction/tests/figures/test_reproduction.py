@@ -29,7 +29,6 @@ from curvestep_reproduction.progress import print_notice_once
 from curvestep_reproduction.recipes import LanguageRecipe
 from curvestep_reproduction.tasks import make_task
 from curvestep_reproduction.training import run_folder
-from curvestep_reproduction.training.jobs import Job
 from curvestep_reproduction.training.run_folder import TrainedRun, open_run
 from reproduction.tests.small import write_text
 
@@ -76,7 +75,7 @@ def test_the_central_pictures_have_the_protocol_that_was_fixed():
     assert all(run.recipe.fractions == (0.1, 0.5, 1.0) for run in plan.runs)
     language = plan.of(BY_HAND)[0].recipe
     assert isinstance(language, LanguageRecipe)
-    assert (language.embedding, language.hidden, language.vocabulary) == (64, 100, 2000)
+    assert (language.sizes, language.vocabulary) == ("64/100/2", 2000)
     assert (language.steps, language.probe_every) == (400, 5)
     task = make_task(language, offline=True)
     if task.data_name == "ptb":
@@ -191,17 +190,17 @@ def test_a_reproduction_leaves_figures_claims_and_runs_and_is_resumed(tmp_path, 
 
 def test_a_line_tells_how_far_it_is_when_nothing_has_ended_for_long(tmp_path, monkeypatch, capsys):
     (run,) = [run for run in make_plan("laptop", ("fig2",)).runs if run.name == "lm-lr2-seed10"]
-    job = Job(name=run.name, folder=tmp_path / run.name, function=print, arguments={}, total=200)
+    run = replace(run, recipe=replace(run.recipe, steps=200))
     now = [0.0]
     monkeypatch.setattr(displays.time, "monotonic", lambda: now[0])
     with displays.Progress("training", run.cost, unit="share", interval=30.0) as progress:
-        watch = watch_runs([run], [job], progress)
+        watch = watch_runs([run], tmp_path, 0.0, progress)
         watch()
         assert capsys.readouterr().out == ""
         now[0] = 31.0
         watch()
-        job.folder.mkdir()
-        (job.folder / "metrics.jsonl").write_text('{"split": "train", "step": 50}\n')
+        (tmp_path / run.name).mkdir()
+        (tmp_path / run.name / "metrics.jsonl").write_text('{"split": "train", "step": 50}\n')
         now[0] = 62.0
         watch()
     assert re.fullmatch(

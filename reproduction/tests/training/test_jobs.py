@@ -5,15 +5,17 @@ import signal
 import sys
 import time
 import types
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
-from curvestep_reproduction.training.jobs import Job, JobResult, run_jobs, threads_of_each
+from curvestep_reproduction.training.jobs import Outcome, run_jobs, threads_of_each
 
 
-def threads_given(*, threads):
-    return threads
+def write_threads(path, *, threads):
+    with path.open("a") as file:
+        file.write(f"{threads} ")
 
 
 @pytest.mark.parametrize(
@@ -34,10 +36,12 @@ def test_workers_share_the_cores_and_take_no_more_threads_than_the_user_allows(
 @pytest.mark.slow
 def test_processes_of_workers_are_told_their_threads(tmp_path, monkeypatch):
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    jobs = [Job(name=str(i), folder=tmp_path, function=threads_given, arguments={}) for i in range(2)]
     cores = os.cpu_count() or 1
-    assert {o.value for o in run_jobs(jobs, workers=cores)} == {1}
-    assert {o.value for o in run_jobs(jobs, workers=1)} == {cores}
+    for workers, threads in ((cores, 1), (1, cores)):
+        path = tmp_path / f"workers{workers}"
+        jobs = {str(i): partial(write_threads, path) for i in range(2)}
+        assert [outcome.error for outcome in run_jobs(jobs, workers=workers)] == ["", ""]
+        assert path.read_text() == f"{threads} " * 2
 
 
 def _die_or_count(folder, threads):
@@ -52,11 +56,9 @@ def _die_or_count(folder, threads):
 @pytest.mark.slow
 def test_a_job_whose_process_always_dies_is_tried_three_times_and_the_rest_go_on(tmp_path):
     names = ["doomed", *(f"job{i}" for i in range(6))]
-    jobs = []
     for name in names:
         (tmp_path / name).mkdir()
-        arguments = {"folder": tmp_path / name}
-        jobs.append(Job(name=name, folder=tmp_path / name, function=_die_or_count, arguments=arguments))
+    jobs = {name: partial(_die_or_count, tmp_path / name) for name in names}
     outcomes = {outcome.name: outcome for outcome in run_jobs(jobs, workers=2)}
     assert outcomes.keys() == set(names)
     assert "its process died 3 times" in outcomes.pop("doomed").error
@@ -73,7 +75,7 @@ def test_a_job_whose_process_always_dies_is_tried_three_times_and_the_rest_go_on
         ("NodeDiedError", None),
     ],
 )
-def test_ray_says_whether_a_process_or_the_node_was_lost(tmp_path, monkeypatch, error, words):
+def test_ray_says_whether_a_process_or_the_node_was_lost(monkeypatch, error, words):
     exceptions = pytest.importorskip("ray.exceptions")
     kind = getattr(exceptions, error)
 
@@ -85,17 +87,17 @@ def test_ray_says_whether_a_process_or_the_node_was_lost(tmp_path, monkeypatch, 
 
         @staticmethod
         def remote(**options):
-            return lambda function: SimpleNamespace(remote=lambda job, threads: job.name)
+            return lambda function: SimpleNamespace(remote=lambda name, job, threads: name)
 
         @staticmethod
         def get(name):
             if name == "job0":
                 raise kind("lost") if error == "NodeDiedError" else kind()
-            return JobResult(name=name)
+            return Outcome(name)
 
     fake = FakeRay("ray")
     monkeypatch.setitem(sys.modules, "ray", fake)
-    jobs = [Job(name=f"job{i}", folder=tmp_path, function=print, arguments={}) for i in range(4)]
+    jobs = dict.fromkeys(("job0", "job1", "job2", "job3"), print)
     if words:
         assert [(o.name, o.error) for o in run_jobs(jobs, engine="ray")] == [
             ("job0", words), ("job1", ""), ("job2", ""), ("job3", ""),

@@ -7,17 +7,22 @@ import threading
 import time
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from types import SimpleNamespace
 
 import psutil
 import pytest
 
 from curvestep.trace.run import find_runs, last_step, write_json
 from curvestep_reproduction.recipes import to_dict, with_fields
-from curvestep_reproduction.training.jobs import JobResult
 from curvestep_reproduction.training.loop import train
-from curvestep_reproduction.training.run_folder import TrainedRun, has_ended, open_run, write_status
-from curvestep_reproduction.training.sweep import SweepResult, Trial, sweep, trial_in
+from curvestep_reproduction.training.run_folder import (
+    RunResult,
+    TrainedRun,
+    has_ended,
+    open_run,
+    result_in,
+    write_status,
+)
+from curvestep_reproduction.training.sweep import SweepResult, sweep
 from reproduction.tests.small import small_language
 
 GRID = {"lr": [0.5, 2.0], "max_norm": [0.25, math.inf], "seed": [0, 1]}
@@ -47,7 +52,8 @@ def test_every_point_of_the_grid_is_a_run_equal_to_training_it_alone(on_joblib, 
     assert str(on_joblib).count("finished") == 8
     trial = on_joblib.trials[5]
     run = TrainedRun.load(trial.folder)
-    assert {name: getattr(run.recipe, name) for name in GRID} == trial.fields
+    point = [values[bit] for values, bit in zip(GRID.values(), (1, 0, 1), strict=True)]  # the sixth of eight
+    assert [getattr(run.recipe, name) for name in GRID] == point
     words = rf"^{trial.folder.name} +finished, training loss {trial.train_loss:.4f}, perplexity [\d.]+$"
     assert re.search(words, str(on_joblib), re.MULTILINE)
     train(run.recipe, tmp_path / "alone", progress=False)
@@ -224,8 +230,7 @@ def test_impossible_engines_are_named(tmp_path, arguments, words):
 def test_a_sweep_prints_the_lowest_loss_first_and_lost_trials_last(tmp_path):
     ends = {"lr=30": math.nan, "lr=1": 0.5, "lr=3": -0.25}
     trials = tuple(
-        Trial(fields={}, folder=tmp_path / name, status="finished", train_loss=loss)
-        for name, loss in ends.items()
+        RunResult(folder=tmp_path / name, status="finished", train_loss=loss) for name, loss in ends.items()
     )
     assert str(SweepResult(folder=tmp_path, trials=trials)).splitlines() == [
         "lr=3   finished, training loss -0.2500",
@@ -238,22 +243,21 @@ def test_a_trial_whose_process_was_killed_is_failed_not_running(tmp_path):
     recipe = small_language(tmp_path)
     open_run(tmp_path / "run", recipe, resume=False)
     write_status(tmp_path / "run", status="running", step=3, message="")
-    assert trial_in({"lr": 1.0}, tmp_path / "run").status == "running"
-    lost = trial_in({"lr": 1.0}, tmp_path / "run", "its process died 3 times")
+    assert result_in(tmp_path / "run").status == "running"
+    lost = result_in(tmp_path / "run", "its process died 3 times")
     assert (lost.status, lost.message) == ("failed", "its process died 3 times")
 
 
 def test_ctrl_c_that_a_trial_took_for_itself_ends_the_sweep(tmp_path, monkeypatch):
     started = []
 
-    def jobs(jobs, **_):
-        for job in jobs:
-            started.append(job.name)
-            yield JobResult(name=job.name, value=SimpleNamespace(status="interrupted"))
+    def train(recipe, folder, **_):
+        started.append(folder.name)
+        return RunResult(folder=folder, status="interrupted")
 
-    monkeypatch.setattr("curvestep_reproduction.training.sweep.run_jobs", jobs)
+    monkeypatch.setattr("curvestep_reproduction.training.sweep.train", train)
     with pytest.raises(KeyboardInterrupt):
-        sweep(small_language(tmp_path / "data"), {"lr": [1.0, 2.0]}, tmp_path / "sweep", progress=False)
+        sweep(small_language(tmp_path / "data"), {"lr": [1.0, 2.0]}, tmp_path / "sweep", workers=1)
     assert started == ["lr=1"]
 
 

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import numpy as np
 
 from curvestep.display.results import running_mean
-from curvestep.fit.correlation import slope
-from curvestep.steps import clip_norms
 from curvestep.trace.history import best_setting
 from curvestep.trace.run import FINISHED
 from curvestep.trace.schema import LEAST_ROWS
 from curvestep_reproduction.claims.claims import MissingRuns, Spread
 from curvestep_reproduction.cost import steps_of
 from curvestep_reproduction.figures.plan import Results
-from curvestep_reproduction.recipes import OPTIMIZERS
 from curvestep_reproduction.training.run_folder import TrainedRun
 
 # Steps in the running mean that reaches a loss: a twentieth of the run, from the first to the second.
@@ -98,7 +94,7 @@ def as_correlation(z: Spread) -> str:
 def exponent(run: TrainedRun) -> float:
     r"""Slope of :math:`\log\hat L` on :math:`\log\lVert g\rVert`, within stretches of constant lr."""
     x, y = log_rows(run)
-    return float(slope(x[None], y[None])[0])
+    return float(x @ y / (x @ x))
 
 
 def variation(run: TrainedRun) -> float:
@@ -114,9 +110,8 @@ def typical_smoothness(run: TrainedRun) -> float:
 
 def clipped_share(run: TrainedRun) -> float:
     """Share of the training steps that were clipped."""
-    columns: dict[str, Any] = {name: run.column(name)[1] for name in ("coefficient", "grad_norm")}
-    columns["optimizer"] = OPTIMIZERS[run.recipe.optimizer]
-    return float(np.isfinite(clip_norms(columns)).mean())
+    _, coefficients = run.column("coefficient")
+    return float((coefficients < run.recipe.rule.bends_below * (1 - ROUNDING)).mean())
 
 
 def control_exponents(runs: Sequence[TrainedRun]) -> Spread:

@@ -13,6 +13,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from curvestep_reproduction.data.download import DataError
 EOS = "<eos>"
 UNKNOWN = "<unk>"
 SPLITS = ("train", "valid", "test")
+PTB_TRAIN_WORDS = 929_589
 NUM_WORDS = 10_000  # different ones that are kept; all of PTB's
 # A tag such as <unk>, a word with its inner apostrophes and hyphens, or one punctuation mark.
 _WORD = re.compile(r"<\w+>|\w+(?:['’-]\w+)*|[^\w\s]")
@@ -84,6 +86,15 @@ def load_topics(*, max_vocabulary: int = NUM_WORDS) -> Corpus:
     text = "\n".join(topics[key] for key in sorted(topics))
     source = "stand-in for PTB: pydoc_data.topics of the standard library"
     return from_text("topics", text, source=source, max_vocabulary=max_vocabulary)
+
+
+@cache
+def num_train_words(corpus: str) -> int:
+    """Training words of a corpus by its name in recipes; a text file is read for it."""
+    if corpus == "ptb":
+        return PTB_TRAIN_WORDS
+    found = load_topics() if corpus == "topics" else load_corpus(corpus)
+    return len(found.train)
 
 
 def from_text(name: str, text: str, *, source: str, max_vocabulary: int) -> Corpus:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import tempfile
 import time
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Collection, Container, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -45,10 +45,9 @@ from curvestep_reproduction.progress import Progress, duration
 from curvestep_reproduction.recipes import SCALES
 from curvestep_reproduction.tasks import load_data
 from curvestep_reproduction.training.auto import run_calibrated
-from curvestep_reproduction.training.jobs import Job, run_jobs, stop_if_interrupted
+from curvestep_reproduction.training.jobs import run_jobs
 from curvestep_reproduction.training.loop import train
-from curvestep_reproduction.training.run_folder import TrainedRun, has_ended
-from curvestep_reproduction.training.sweep import ending, trial_in
+from curvestep_reproduction.training.run_folder import RunResult, TrainedRun, has_ended, result_in
 
 FIGURES = {figure.name: figure for figure in (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, EQUIVALENCE)}
 PICTURES, PAGE = "figures.json", "report.html"
@@ -290,47 +289,51 @@ def run_all(
     plan: Plan, runs: Path, *, engine: str, workers: int, address: str | None, progress: bool
 ) -> list[str]:
     """Make every run that has not ended; the failures, a line each."""
-    jobs = []
+    planned: dict[str, Planned] = {}
+    jobs: dict[str, Callable[..., RunResult]] = {}
+    # The data are in the cache now, or not available: no process need ask the network again.
+    how = {"resume": True, "progress": False, "offline": True}
     for run in plan.runs:
-        function, measured, folder = train, (), runs / run.path
-        if run.calibrated:
-            function, measured = run_calibrated, ("lr", "max_norm")
-        if not has_ended(folder, run.recipe, apart_from=measured):
-            # The data are in the cache now, or not available: no process need ask the network again.
-            how = {"recipe": run.recipe, "folder": folder, "resume": True, "progress": False, "offline": True}
-            steps = steps_of(run.recipe)
-            jobs.append(Job(name=run.name, folder=folder, function=function, arguments=how, total=steps))
-    total, done = sum(run.cost for run in plan.runs), _done(plan.runs, jobs)
-    folders, failures = {job.name: job.folder for job in jobs}, []
+        make = run_calibrated if run.calibrated else train
+        measured = ("lr", "max_norm") if run.calibrated else ()
+        if not has_ended(runs / run.path, run.recipe, apart_from=measured):
+            planned[run.name] = run
+            jobs[run.name] = partial(make, run.recipe, runs / run.path, **how)
+    total = sum(run.cost for run in plan.runs)
+    ended = total - sum(run.cost for run in planned.values())
     visible = progress and bool(jobs)
-    with Progress("training", total, start=done, unit="share", interval=SILENCE, shown=visible) as shown:
-        watch = watch_runs(plan.runs, jobs, shown)
+    failures = []
+    with Progress("training", total, start=ended, unit="share", interval=SILENCE, shown=visible) as shown:
+        watch = watch_runs(planned.values(), runs, ended, shown)
         outcomes = run_jobs(jobs, engine=engine, workers=workers, address=address, watch=watch)
-        for count, outcome in enumerate(outcomes, len(plan.runs) - len(jobs) + 1):
-            stop_if_interrupted(outcome)
-            if outcome.error:
-                failures.append(f"{outcome.name}: {outcome.error}")
-            said = ending(trial_in({}, folders[outcome.name], outcome.error))
-            time_left = shown.time_left(_done(plan.runs, jobs))
-            shown.print(f"[{count}/{len(plan.runs)}] {outcome.name}: {said} ({time_left} left)")
+        for count, (name, error, _) in enumerate(outcomes, len(plan.runs) - len(jobs) + 1):
+            if error:
+                failures.append(f"{name}: {error}")
+            ending = result_in(runs / planned[name].path, error).ending
+            time_left = shown.time_left(ended + _done(planned.values(), runs))
+            shown.print(f"[{count}/{len(plan.runs)}] {name}: {ending} ({time_left} left)")
     return failures
 
 
-def watch_runs(runs: Sequence[Planned], jobs: Sequence[Job], shown: Progress) -> Callable[[], None]:
-    """A function that shows how far all runs are, weighted by cost, and which are under way."""
+def watch_runs(planned: Collection[Planned], runs: Path, ended: float, shown: Progress) -> Callable[[], None]:
+    """A function that shows how far planned runs are, beside the cost of those that have ended before."""
 
     def watch() -> None:
-        busy = [job for job in jobs if last_step(job.folder) > 0 and not has_ended(job.folder)]
-        words = ", ".join(f"{job.name} {last_step(job.folder)}/{job.total}" for job in busy)
-        shown.update(_done(runs, jobs), words or "starting")
+        words = []
+        for run in planned:
+            step = last_step(runs / run.path)
+            if step > 0 and not has_ended(runs / run.path):
+                words.append(f"{run.name} {step}/{steps_of(run.recipe)}")
+        shown.update(ended + _done(planned, runs), ", ".join(words) or "starting")
 
     return watch
 
 
-def _done(runs: Sequence[Planned], jobs: Sequence[Job]) -> float:
-    """Cost of what has been done of all runs."""
-    shares: dict[str, float] = {}
-    for job in jobs:
-        share = float(has_ended(job.folder)) or last_step(job.folder) / job.total
-        shares[job.name] = min(1.0, share)
-    return sum(run.cost * shares.get(run.name, 1.0) for run in runs)
+def _done(planned: Iterable[Planned], runs: Path) -> float:
+    """Cost of what has been done of these runs."""
+    done = 0.0
+    for run in planned:
+        folder = runs / run.path
+        share = 1.0 if has_ended(folder) else last_step(folder) / steps_of(run.recipe)
+        done += run.cost * min(1.0, share)
+    return done

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from curvestep.calibration.calibrate import calibrate
-from curvestep.calibration.result import Calibration, read_calibration, write_calibration
-from curvestep.loaders import Readable
-from curvestep.optimizer_family import family_of
+from curvestep import Calibration, calibrate
+from curvestep.calibration.result import read_calibration, write_calibration
 from curvestep.trace.run import CONFIG
-from curvestep_reproduction.recipes import OPTIMIZERS, Recipe, RecipeT
-from curvestep_reproduction.tasks import make_task, seed_of
+from curvestep_reproduction.recipes import Recipe, RecipeT
+from curvestep_reproduction.tasks import Task, make_task, seed_of
 from curvestep_reproduction.training.devices import run_context
 from curvestep_reproduction.training.loop import train
 from curvestep_reproduction.training.run_folder import RunResult, TrainedRun
@@ -46,14 +44,13 @@ def calibrate_recipe(recipe: RecipeT, *, offline: bool = False) -> tuple[RecipeT
         found = calibrate(
             model,
             lambda batch: task.loss(model, batch)[0],
-            Readable(lambda: map(task.batch, count())),
-            optimizer=OPTIMIZERS[recipe.optimizer],
-            momentum=recipe.momentum,
-            weight_decay=recipe.weight_decay,
+            _Batches(task),
+            optimizer=recipe.rule.optimizer,
+            **{name: getattr(recipe, name) for name in recipe.rule.others},
             num_steps=task.num_steps(),
             progress=False,
         )
-    return replace(recipe, **{"lr": found.lr, _threshold(recipe): found.max_norm}), found
+    return replace(recipe, **{"lr": found.lr, recipe.rule.threshold: found.max_norm}), found
 
 
 def calibrate_run(
@@ -70,7 +67,8 @@ def calibrate_run(
     that it was begun with, and its own calibration; nothing is measured again. ``names`` are ``lr`` and
     ``max_norm``, or ``offset`` for the normalized rule.
     """
-    folder, threshold = Path(folder), _threshold(recipe)
+    folder = Path(folder)
+    threshold = recipe.rule.threshold
     if others := [name for name in names if name not in ("lr", threshold)]:
         raise ValueError(
             f"The optimizer {recipe.optimizer!r} has no `{others[0]}`: auto measures `lr` and `{threshold}`."
@@ -93,5 +91,12 @@ def run_calibrated(
     return train(measured, folder, resume=resume, offline=offline, **options)
 
 
-def _threshold(recipe: Recipe) -> str:
-    return family_of(OPTIMIZERS[recipe.optimizer]).threshold
+@dataclass(frozen=True)
+class _Batches:
+    """The batches of a run, from the first one whenever they are read."""
+
+    task: Task
+
+    def __iter__(self) -> Iterator[Any]:
+        for step in count():
+            yield self.task.batch(step)

@@ -8,15 +8,14 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import get_total_norm
 
-from curvestep.smoothness.replay import Replay
-from curvestep.tensors.distributed import copies
-from curvestep.tensors.vectors import difference, global_norm
+from curvestep import Replay
 from curvestep_reproduction.tasks import LanguageTask, generator, random_cuts, seed_of
 from curvestep_reproduction.training.session import Session
 
@@ -64,9 +63,19 @@ def without_dropout(session: Session) -> dict[str, float]:
     try:
         with Replay(session.model, session.probe.oracle) as replay:
             found = replay.gradient()
-            return {"loss": float(found.loss), "grad_norm": float(global_norm(found.gradients))}
+            return {"loss": float(found.loss), "grad_norm": norm_of(found.gradients)}
     finally:
         session.model.train()
+
+
+def norm_of(tensors: Iterable[Tensor | None]) -> float:
+    """Euclidean norm of tensors as one vector."""
+    return float(get_total_norm([tensor for tensor in tensors if tensor is not None]))
+
+
+def norm_of_difference(some: Sequence[Tensor], others: Sequence[Tensor]) -> float:
+    """Euclidean norm of the difference of two lists of tensors."""
+    return norm_of(one - other for one, other in zip(some, others, strict=True))
 
 
 def summed_gradient(
@@ -100,17 +109,17 @@ def authors_smoothness(
     """
     model.zero_grad()
     first, num_pieces = summed(model)
-    first = copies(first)
-    start = copies(model.parameters())
+    first = [gradient.clone() for gradient in first]
+    start = [p.detach().clone() for p in model.parameters()]
     model.zero_grad()
     with torch.no_grad():
         for p, x in zip(model.parameters(), end, strict=True):
             p.lerp_(x, 0.5)
     second, _ = summed(model)
-    length = float(global_norm(difference(list(end), start)))
-    smoothness = float(global_norm(difference(second, first))) / (0.5 * length)
+    length = norm_of_difference(end, start)
+    smoothness = norm_of_difference(second, first) / (0.5 * length)
     return {
         "smoothness": smoothness / num_pieces,
         "smoothness_as_released": smoothness,
-        "grad_norm": float(global_norm(first)) / num_pieces,
+        "grad_norm": norm_of(first) / num_pieces,
     }

@@ -12,62 +12,45 @@ import signal
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import FIRST_COMPLETED, Future, wait
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from joblib.externals.loky import ProcessPoolExecutor
 from joblib.externals.loky.process_executor import TerminatedWorkerError
 
 from curvestep.checks import check_choice, check_count
+from curvestep.trace.run import INTERRUPTED
 from curvestep_reproduction.progress import error_line
 
+Job = Callable[..., Any]  # takes ``threads`` by keyword
 ENGINES = ("joblib", "ray")
 ATTEMPTS = 3  # times that a job is started before a process that keeps dying is an error
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
-    """One function call that leaves its result in a folder."""
-
-    name: str  # unlike that of any other
-    folder: Path  # where the result is, for displays of progress
-    function: Callable[..., Any]  # takes ``threads`` besides ``arguments``
-    arguments: dict[str, Any]  # by keyword
-    total: int = 0  # steps that it takes, for displays of progress
-
-
-@dataclass(frozen=True, kw_only=True)
-class JobResult:
-    """Result of a job: its value, or the error in one line."""
+class Outcome(NamedTuple):
+    """How a job went; what it left is in its folder."""
 
     name: str
-    value: Any = None
-    error: str = ""
-
-
-def stop_if_interrupted(outcome: JobResult) -> None:
-    """Raise ``KeyboardInterrupt`` again if a run in this very process caught it to write a checkpoint."""
-    if getattr(outcome.value, "status", "") == "interrupted":
-        raise KeyboardInterrupt
+    error: str = ""  # in one line; empty if it raised none
+    interrupted: bool = False  # it took a signal for itself, to write its checkpoint
 
 
 def run_jobs(
-    jobs: Sequence[Job],
+    jobs: Mapping[str, Job],
     *,
     engine: str = "joblib",
     workers: int = 2,
     address: str | None = None,
     watch: Callable[[], None] = lambda: None,
-) -> Iterator[JobResult]:
-    """Run ``jobs`` on ``workers`` processes and yield each outcome as it comes.
+) -> Iterator[Outcome]:
+    """Run ``jobs``, functions by name, on ``workers`` processes and yield each outcome as it comes.
 
-    A job that raises is an outcome with an error, and the rest go on. If its process dies, it is run again in
-    another one; a job whose process dies three times is an outcome with an error too. Long jobs first keep
+    A function takes the number of ``threads`` that it may use. One that raises is an outcome with an error,
+    and the rest go on. If its process dies, it is run again in another one; a job whose process dies three
+    times is an outcome with an error too. A run that Ctrl-C interrupted ends them all. Long jobs first keep
     all processes busy to the end. ``address`` is that of a Ray cluster, whose nodes must share the folders;
     None starts one here. ``watch`` is called twice a second meanwhile, to show how far things are.
     """
@@ -79,7 +62,10 @@ def run_jobs(
     run = _on_ray(jobs, workers, threads, address) if engine == "ray" else _on_joblib(jobs, workers, threads)
     try:
         with _twice_a_second(watch):
-            yield from run
+            for outcome in run:
+                if outcome.interrupted:
+                    raise KeyboardInterrupt
+                yield outcome
     finally:
         watch()
 
@@ -93,12 +79,13 @@ def threads_of_each(workers: int) -> int:
     return threads
 
 
-def _call(job: Job, threads: int, parent: int | None = None) -> JobResult:
+def _call(name: str, job: Job, threads: int, parent: int | None = None) -> Outcome:
     try:
         with _end_with_parent(parent):
-            return JobResult(name=job.name, value=job.function(**job.arguments, threads=threads))
+            result = job(threads=threads)
     except Exception as error:
-        return JobResult(name=job.name, error=error_line(error))
+        return Outcome(name, error_line(error))
+    return Outcome(name, interrupted=getattr(result, "status", "") == INTERRUPTED)
 
 
 @contextmanager
@@ -120,38 +107,41 @@ def _end_with_parent(parent: int | None) -> Iterator[None]:
         os._exit(1)  # else this process would wait for another job for ever
 
 
-def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[JobResult]:
+def _on_joblib(jobs: Mapping[str, Job], workers: int, threads: int) -> Iterator[Outcome]:
     """One executor of joblib's loky for each worker, so that a process that dies takes one job with it."""
     if workers == 1:
-        yield from (_call(job, threads) for job in jobs)
+        for name, job in jobs.items():
+            yield _call(name, job, threads)
         return
     variables = dict.fromkeys(("OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
-    waiting, attempts = list(jobs), Counter[str]()
+    waiting = list(jobs)
+    attempts = Counter[str]()
     # With a time after which idle processes end, should we be killed.
     start = partial(ProcessPoolExecutor, max_workers=1, timeout=60, env=variables)
     idle = [start() for _ in range(min(workers, len(jobs)))]
-    running: dict[Future[JobResult], tuple[Job, ProcessPoolExecutor]] = {}
+    running: dict[Future[Outcome], tuple[str, ProcessPoolExecutor]] = {}
     try:
         while waiting or running:
             while waiting and idle:
-                job, executor = waiting.pop(0), idle.pop()
-                attempts[job.name] += 1
-                running[executor.submit(_call, job, threads, os.getpid())] = job, executor
+                name = waiting.pop(0)
+                executor = idle.pop()
+                attempts[name] += 1
+                running[executor.submit(_call, name, jobs[name], threads, os.getpid())] = name, executor
             done, _ = wait(running, return_when=FIRST_COMPLETED)
             for future in done:
-                job, executor = running.pop(future)
+                name, executor = running.pop(future)
                 if not isinstance(future.exception(), TerminatedWorkerError):
                     idle.append(executor)
                     yield future.result()
                     continue
                 executor.shutdown(kill_workers=True)
                 idle.append(start())
-                if attempts[job.name] < ATTEMPTS:
-                    waiting.append(job)
+                if attempts[name] < ATTEMPTS:
+                    waiting.append(name)
                     continue
-                yield JobResult(
-                    name=job.name,
-                    error=f"its process died {ATTEMPTS} times, perhaps for lack of memory. Free some, run "
+                yield Outcome(
+                    name,
+                    f"its process died {ATTEMPTS} times, perhaps for lack of memory. Free some, run "
                     "the same command again",
                 )
     finally:
@@ -159,7 +149,7 @@ def _on_joblib(jobs: Sequence[Job], workers: int, threads: int) -> Iterator[JobR
             executor.shutdown(kill_workers=True)
 
 
-def _on_ray(jobs: Sequence[Job], workers: int, threads: int, address: str | None) -> Iterator[JobResult]:
+def _on_ray(jobs: Mapping[str, Job], workers: int, threads: int, address: str | None) -> Iterator[Outcome]:
     try:
         import ray
         from ray.exceptions import OutOfMemoryError, RayError, WorkerCrashedError
@@ -168,19 +158,17 @@ def _on_ray(jobs: Sequence[Job], workers: int, threads: int, address: str | None
     with _ray(ray, workers, address):
         # Ray replaces a process that died; the job then goes on from its folder.
         task = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1)(_call)
-        waiting, running = list(jobs), {}
+        waiting = list(jobs)
+        running = {}
         while waiting or running:
             while waiting and len(running) < workers:
-                job = waiting.pop(0)
-                running[task.remote(job, threads)] = job
+                name = waiting.pop(0)
+                running[task.remote(name, jobs[name], threads)] = name
             (done,), _ = ray.wait(list(running), num_returns=1)
             try:
                 outcome = ray.get(done)
             except (OutOfMemoryError, WorkerCrashedError) as error:
-                name = running[done].name
-                outcome = JobResult(
-                    name=name, error=f"{type(error).__name__}: its process died {ATTEMPTS} times"
-                )
+                outcome = Outcome(running[done], f"{type(error).__name__}: its process died {ATTEMPTS} times")
             except RayError as error:
                 left = len(waiting) + len(running)
                 raise RuntimeError(

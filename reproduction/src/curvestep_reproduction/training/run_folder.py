@@ -7,10 +7,11 @@ function of the recipe and the data; only there are times kept. ``checkpoint.pt`
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from curvestep.trace.run import (
     CONFIG,
     ENDED,
     FAILED,
+    FINISHED,
     METRICS,
     RUNNING,
     STATUS,
@@ -32,6 +34,9 @@ from curvestep_reproduction.recipes import Recipe, from_dict, in_words, to_dict
 
 CHECKPOINT = "checkpoint.pt"
 LOCK = ".lock"
+WAITING = "waiting"  # the status of a run without a folder
+# What the status of a run has, that of one which failed before its first step but in part.
+RESULT = ("status", "step", "train_loss", "metrics", "num_parameters", "seconds", "data")
 PATIENCE = 3.0  # seconds to wait for another process to leave a folder
 
 
@@ -59,30 +64,55 @@ class TrainedRun(Run):
     @cached_property
     def result(self) -> RunResult:
         """How the run ended, or stood when that was last written; an error if it never was."""
-        fields = RunResult.__dataclass_fields__
-        values = {name: value for name, value in self.status.items() if name in fields}
-        missing = [name for name in fields if name not in {"folder", "message", *values}]
+        missing = [name for name in RESULT if name not in self.status]
         if missing:
             path = self.folder / STATUS
             raise ValueError(f"{path} has no {missing[0]!r}: there is no result. Delete it, then resume.")
-        return RunResult(folder=self.folder, **values)
+        return result_in(self.folder)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunResult:
-    """How a run ended."""
+    """How a run ended, or stands."""
 
     folder: Path  # the run folder
-    status: str  # ``finished``, ``diverged`` or ``interrupted`` (resume it)
-    step: int  # steps taken
+    status: str = WAITING  # that, or one of :mod:`curvestep.trace.run`; resume what was interrupted
+    step: int = 0  # steps taken
     # Mean training loss over the last twentieth of the steps, at most 50; NaN if it diverged.
-    train_loss: float
+    train_loss: float = math.nan
     # Result of the last evaluation, by split: loss, and perplexity or accuracy.
-    metrics: dict[str, dict[str, float]]
-    num_parameters: int  # parameters of the model
-    seconds: float  # time spent training, over all resumptions
-    data: str  # where the data came from
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+    num_parameters: int = 0  # parameters of the model
+    seconds: float = 0.0  # time spent training, over all resumptions
+    data: str = ""  # where the data came from
     message: str = ""  # why the run diverged, or failed
+
+    @property
+    def score(self) -> float:
+        """The training loss of a finished run; infinity for any other."""
+        if self.status == FINISHED and math.isfinite(self.train_loss):
+            return self.train_loss
+        return math.inf
+
+    @property
+    def ending(self) -> str:
+        """The same in a few words."""
+        if not math.isfinite(self.score):
+            return f"{self.status}: {self.message}".removesuffix(": ")
+        held_out = next(iter(self.metrics.values()), {})
+        units = [f", {name} {value:.4g}" for name, value in held_out.items() if name != "loss"]
+        return f"{self.status}, training loss {self.train_loss:.4f}{''.join(units)}"
+
+
+def result_in(folder: Path, error: str = "") -> RunResult:
+    """The result that ``status.json`` has; of a run that ended with an ``error``, that too."""
+    found = {name: value for name, value in read_status(folder, {}).items() if name in (*RESULT, "message")}
+    result = RunResult(folder=folder, **found)
+    if error:
+        result = replace(result, message=error)
+        if result.status in (RUNNING, WAITING):  # a process that was killed could not write that it failed
+            result = replace(result, status=FAILED)
+    return result
 
 
 def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> TrainedRun:

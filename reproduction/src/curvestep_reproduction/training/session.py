@@ -14,7 +14,7 @@ import os
 import pickle
 import zipfile
 import zlib
-from dataclasses import replace
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,12 +22,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from curvestep import ClippedSGD, NormalizedSGD
+import curvestep
+from curvestep import ClippedAdamW, ClippedSGD, GradientOracle, NormalizedSGD, SmoothnessProbe
 from curvestep.files import RowFile, replace_atomically
-from curvestep.smoothness.oracle import GradientOracle
-from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.snapshot import RandomState, map_tensors
 from curvestep.trace.run import METRICS, TRACE, Fields
+from curvestep_reproduction.models import State
 from curvestep_reproduction.recipes import Recipe
 from curvestep_reproduction.tasks import LanguageTask, Task, seed_of
 from curvestep_reproduction.training.devices import all_gather
@@ -52,7 +51,7 @@ class Session:
         self.fabric, self.run, self.task = fabric, run, task
         recipe = run.recipe
         self.module = module = task.build()
-        self.num_parameters = sum(map(torch.numel, module.parameters()))
+        self.num_parameters = sum(p.numel() for p in module.parameters())
         self.model = fabric.setup_module(module)
         self.raw_optimizer = make_optimizer(recipe, module)
         self.optimizer: Any = fabric.setup_optimizers(self.raw_optimizer)
@@ -60,7 +59,8 @@ class Session:
         self.state: Any = None
         self.first_loss: float | None = None
         torch.manual_seed(seed_of(recipe, f"dropout/{fabric.global_rank}"))
-        path, lengths = run.folder / CHECKPOINT, {METRICS: 0, TRACE: 0}
+        path = run.folder / CHECKPOINT
+        lengths = {METRICS: 0, TRACE: 0}
         saved = load_checkpoint(path) if path.exists() else None
         if saved:
             lengths, before, now = saved["lengths"], saved["data"], task.data_name
@@ -89,8 +89,8 @@ class Session:
         """Replace the checkpoint by what is true now."""
         gathered = {
             # For all streams, whichever process has them; the streams are dimension 1.
-            "state": map_tensors(lambda tensor: torch.cat(all_gather(tensor), dim=1), self.state),
-            "random": map_tensors(lambda value: torch.stack(all_gather(value)), random_state()),
+            "state": map_state(lambda tensor: torch.cat(all_gather(tensor), dim=1), self.state),
+            "random": {name: torch.stack(all_gather(value)) for name, value in random_state().items()},
             "model": self.module.state_dict(),
             "optimizer": self.raw_optimizer.state_dict(),
         }
@@ -128,24 +128,29 @@ class Session:
         if self.probe:
             self.probe.load_state_dict(saved["probe"])
         self.step, self.first_loss = saved["step"], saved["first_loss"]
-        mine, device = self.task.mine, self.fabric.device
-        self.state = map_tensors(lambda t: t[:, mine].contiguous().to(device), saved["state"])
+        mine = self.task.mine
+        device = self.fabric.device
+        self.state = map_state(lambda tensor: tensor[:, mine].contiguous().to(device), saved["state"])
         rank = self.fabric.global_rank
         if rank < len(saved["random"]["cpu"]):
             # A copy: torch crashes on a state that begins inside another tensor's memory.
             set_random_state({name: value[rank].clone() for name, value in saved["random"].items()})
 
 
-def make_optimizer(recipe: Recipe, module: nn.Module) -> ClippedSGD | NormalizedSGD:
+def make_optimizer(recipe: Recipe, module: nn.Module) -> ClippedSGD | NormalizedSGD | ClippedAdamW:
     """The optimizer of ``recipe``. A gradient that is not finite goes through: the loop calls it diverged."""
-    common: Fields = {
-        "momentum": recipe.momentum,
-        "weight_decay": recipe.weight_decay,
-        "nonfinite": "propagate",
-    }
-    if recipe.optimizer == "normalized":
-        return NormalizedSGD(module.parameters(), recipe.lr, recipe.offset, **common)
-    return ClippedSGD(module.parameters(), recipe.lr, recipe.max_norm, **common)
+    rule = recipe.rule
+    options: Fields = {name: getattr(recipe, name) for name in rule.others}
+    options["nonfinite"] = "propagate"
+    make = getattr(curvestep, rule.optimizer)
+    return make(module.parameters(), recipe.lr, recipe.threshold, **options)
+
+
+def map_state(change: Callable[[Tensor], Tensor], state: State | None) -> State | None:
+    """A recurrent state with every tensor changed."""
+    if state is None:
+        return None
+    return tuple((change(hidden), change(cell)) for hidden, cell in state)
 
 
 def make_probe(
@@ -177,7 +182,7 @@ def make_oracle(recipe: Recipe, task: Task, model: nn.Module, fabric: Fabric) ->
         return GradientOracle(partial(task.loss_of_pieces, model), [pieces])
     if recipe.probe_data == 0:
         return None
-    batches = list(map(fabric.to_device, task.oracle_batches(recipe.probe_data)))
+    batches = [fabric.to_device(batch) for batch in task.oracle_batches(recipe.probe_data)]
     sizes = [float(target.numel()) for _, target in batches]
     return GradientOracle(partial(task.loss, model), batches, sizes=sizes, carry_state=True)
 
@@ -218,17 +223,20 @@ def load_checkpoint(path: Path) -> Fields:
 
 
 def random_state() -> dict[str, Tensor]:
-    """States of torch's global generators: the CPU's, and each accelerator's."""
-    now = RandomState.capture()
-    devices = now.accelerator if isinstance(now.accelerator, list) else []
-    return {"cpu": now.cpu} | {f"accelerator:{i}": state for i, state in enumerate(devices)}
+    """States of torch's global generators: the CPU's, and each GPU's."""
+    states = {"cpu": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        for i, state in enumerate(torch.cuda.get_rng_state_all()):
+            states[f"accelerator:{i}"] = state
+    return states
 
 
 def set_random_state(states: dict[str, Tensor]) -> None:
     """Go back to what :func:`random_state` returned; a device that it does not know keeps its state."""
-    devices = [states.get(name, state) for name, state in random_state().items() if name != "cpu"]
-    now = RandomState.capture()
-    replace(now, cpu=states["cpu"], accelerator=devices or now.accelerator).restore()
+    torch.set_rng_state(states["cpu"])
+    for i in range(torch.cuda.device_count()):
+        if f"accelerator:{i}" in states:
+            torch.cuda.set_rng_state(states[f"accelerator:{i}"], i)
 
 
 def truncate_rows(path: Path, length: int) -> None:

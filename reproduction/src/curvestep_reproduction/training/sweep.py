@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 import itertools
-import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
-import numpy as np
-
 from curvestep.display.views import short
-from curvestep.trace.run import FAILED, FINISHED, RUNNING, Fields, read_status
 from curvestep_reproduction.recipes import Recipe, with_fields
-from curvestep_reproduction.training.jobs import Job, run_jobs, stop_if_interrupted
+from curvestep_reproduction.training.jobs import run_jobs
 from curvestep_reproduction.training.loop import train
-from curvestep_reproduction.training.run_folder import has_ended
+from curvestep_reproduction.training.run_folder import RunResult, has_ended, result_in
 
 Grid = Mapping[str, Sequence[object]]  # values to try, by field
 
 
 @dataclass(frozen=True, kw_only=True)
-class Trial:
-    """One point of the grid and what became of it."""
-
-    fields: Fields
-    folder: Path
-    status: str
-    train_loss: float = math.nan  # at the end; NaN if the trial did not finish
-    held_out: dict[str, float] = field(default_factory=dict)  # of the last evaluation
-    message: str = ""
-
-
-@dataclass(frozen=True, kw_only=True)
 class SweepResult:
-    """Every trial of a sweep, in the order of the grid."""
+    """Every run of a sweep, in the order of the grid."""
 
     folder: Path
-    trials: tuple[Trial, ...]
+    trials: tuple[RunResult, ...]
 
     def __str__(self) -> str:
-        """A line for each trial, the lowest loss first."""
-        ranked = sorted(self.trials, key=lambda trial: np.nan_to_num(trial.train_loss, nan=math.inf))
+        """A line for each run, the lowest loss first."""
+        ranked = sorted(self.trials, key=lambda trial: trial.score)
         width = max(len(trial.folder.name) for trial in ranked)
-        return "\n".join(f"{trial.folder.name:<{width}}  {ending(trial)}" for trial in ranked)
+        return "\n".join(f"{trial.folder.name:<{width}}  {trial.ending}" for trial in ranked)
 
 
 def sweep(
@@ -76,33 +61,23 @@ def sweep(
     """
     folder = Path(folder)
     recipes = _recipes(recipe, grid)
-    points = {name: {key: getattr(point, key) for key in grid} for name, point in recipes.items()}
     common = {"resume": True, "progress": False, "checkpoint_seconds": checkpoint_seconds, "offline": offline}
-    jobs = []
-    for name, point in recipes.items():
-        if not has_ended(folder / name, point):
-            arguments = {"recipe": point, "folder": folder / name, **common}
-            jobs.append(Job(name=name, folder=folder / name, function=train, arguments=arguments))
+    jobs = {
+        name: partial(train, point, folder / name, **common)
+        for name, point in recipes.items()
+        if not has_ended(folder / name, point)
+    }
     folder.mkdir(parents=True, exist_ok=True)
 
     errors: dict[str, str] = {}
     outcomes = run_jobs(jobs, engine=engine, workers=workers, address=address)
     for number, outcome in enumerate(outcomes, 1):
-        stop_if_interrupted(outcome)
         errors[outcome.name] = outcome.error
         if progress:
-            trial = trial_in(points[outcome.name], folder / outcome.name, outcome.error)
-            print(f"[{number}/{len(jobs)}] {outcome.name}: {ending(trial)}", flush=True)
-    found = (trial_in(fields, folder / name, errors.get(name, "")) for name, fields in points.items())
-    return SweepResult(folder=folder, trials=tuple(found))
-
-
-def ending(trial: Trial) -> str:
-    """How a trial ended, in a few words."""
-    if not math.isfinite(trial.train_loss):
-        return f"{trial.status}: {trial.message}".removesuffix(": ")
-    units = [f", {name} {value:.4g}" for name, value in trial.held_out.items() if name != "loss"]
-    return f"{trial.status}, training loss {trial.train_loss:.4f}{''.join(units)}"
+            trial = result_in(folder / outcome.name, outcome.error)
+            print(f"[{number}/{len(jobs)}] {outcome.name}: {trial.ending}", flush=True)
+    trials = [result_in(folder / name, errors.get(name, "")) for name in recipes]
+    return SweepResult(folder=folder, trials=tuple(trials))
 
 
 def _recipes(recipe: Recipe, grid: Grid) -> dict[str, Recipe]:
@@ -120,19 +95,3 @@ def _recipes(recipe: Recipe, grid: Grid) -> dict[str, Recipe]:
             raise ValueError(f"`grid` has the point {name} twice.")
         points[name] = point
     return points
-
-
-def trial_in(fields: Fields, folder: Path, error: str = "") -> Trial:
-    """The trial of these fields, as its run folder says it stands."""
-    found = {"status": "waiting", "train_loss": math.nan, "message": "", **read_status(folder, {})}
-    status = found["status"]
-    if error and status in (RUNNING, "waiting"):  # a process that was killed could not write that it failed
-        status = FAILED
-    return Trial(
-        fields=fields,
-        folder=folder,
-        status=status,
-        train_loss=found["train_loss"] if status == FINISHED else math.nan,
-        held_out=next(iter(found.get("metrics", {}).values()), {}),
-        message=error or found["message"],
-    )
