@@ -5,30 +5,39 @@
     --epoch FOLDER --commit COMMIT     likewise those of ``--scale epoch``
     --paper FOLDER --commit COMMIT     likewise those of ``--scale paper``
     --unended                          keep runs that have not ended, too, as they stand
+    --unfinished FOLDER --commit COMMIT    keep those that have not ended with their checkpoints, and no more
+    --put-back FOLDER                  unpack these there, to go on with them, and no more
 
 Nothing is trained. Runs are kept without checkpoints, an archive each: those of ``laptop`` in
 ``docs/results/reproduction``, those of the larger scales in the package (``kept``), so that
-``curvestep reproduce`` shows them beside its own. Every figure and every number is drawn from them anew: the
-pictures in ``docs/results/images``, the tables between ``<!-- NAME -->`` and ``<!-- /NAME -->`` in the pages,
-and the claims. A run that is missing or damaged is named, the rest is drawn.
+``curvestep reproduce`` shows them beside its own. Final weights of the scale ``paper`` are kept beside their
+archives, as ``.npz``. Every figure and every number is drawn from the kept runs anew: the pictures in
+``docs/results/images``, the tables between ``<!-- NAME -->`` and ``<!-- /NAME -->`` in the pages, and the
+claims. A run that is missing or damaged is named, the rest is drawn.
 """
 
 from __future__ import annotations
 
 import argparse
-import io
 import re
 import shutil
-import tarfile
 import tempfile
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from curvestep.files import dump_json
 from curvestep.trace.history import final_loss
-from curvestep.trace.run import CONFIG, METRICS, STATUS, TRACE, write_json
+from curvestep.trace.run import write_json
+from curvestep_reproduction.archives import (
+    KEPT,
+    UNFINISHED,
+    pack_runs,
+    pack_unfinished,
+    put_back,
+    runs_below,
+    save_weights,
+)
 from curvestep_reproduction.claims.claims import (
     Claim,
     Spread,
@@ -47,14 +56,13 @@ from curvestep_reproduction.claims.statistics import (
     spread,
 )
 from curvestep_reproduction.figures.legend import length_words, missing_words
-from curvestep_reproduction.figures.plan import KEPT, KEPT_CLAIMS, ORIGIN, KeptRuns, Results, load_kept
+from curvestep_reproduction.figures.plan import KEPT_CLAIMS, KeptRuns, Results, load_kept
 from curvestep_reproduction.figures.reproduction import draw_all, make_plan
-from curvestep_reproduction.training.run_folder import TrainedRun, has_ended
+from curvestep_reproduction.training.run_folder import CHECKPOINT, TrainedRun, has_ended
 
 DOCS = Path(__file__).parents[1] / "docs"
 IMAGES = DOCS / "results" / "images"
 NUMBERS, CHANGES = "results/claims.md", "results/verdicts.md"
-RUN_FILES = (CONFIG, STATUS, METRICS, TRACE, "calibration.json")
 
 
 @dataclass(frozen=True)
@@ -108,27 +116,6 @@ CHANGED = {
     "normalizing-is-clipping": ("contradicted", "the paper says: up to a factor of the step size"),
     "inside-steps": ("cannot tell, supported", "steps overshoot before the second fraction"),
 }
-
-
-def pack_runs(folder: Path, target: Path, *, commit: str, unended: bool = False) -> list[str]:
-    """Pack every run below ``folder`` into ``target``, an archive each; their names.
-
-    Runs that have not ended are left out, or with ``unended`` packed as they stand, to their last whole row.
-    """
-    found = sorted(path.parent for path in folder.rglob(CONFIG) if unended or has_ended(path.parent))
-    target.mkdir(parents=True, exist_ok=True)
-    for run in found:
-        # In this order: rows that are written meanwhile may be more than the status counts, not fewer.
-        contents = {name: (run / name).read_bytes() for name in RUN_FILES if (run / name).exists()}
-        for rows in contents.keys() & {METRICS, TRACE}:
-            contents[rows] = contents[rows][: contents[rows].rfind(b"\n") + 1]
-        contents[ORIGIN] = (dump_json({"commit": commit}) + "\n").encode()
-        with tarfile.open(target / f"{run.name}.tar.xz", "w:xz", preset=9) as packed:
-            for name, content in contents.items():
-                about = tarfile.TarInfo(f"{run.name}/{name}")  # no time, no owner: the same bytes each time
-                about.size = len(content)
-                packed.addfile(about, io.BytesIO(content))
-    return [run.name for run in found]
 
 
 def changes_table(claims: Iterable[Claim]) -> str:
@@ -246,8 +233,17 @@ def main(arguments: Iterable[str] | None = None) -> None:
     for page in PAGES:
         parser.add_argument(f"--{page.scale}", type=Path, metavar="FOLDER")
     parser.add_argument("--unended", action="store_true", help="keep runs that have not ended, too")
+    parser.add_argument("--unfinished", type=Path, metavar="FOLDER")
+    parser.add_argument("--put-back", type=Path, metavar="FOLDER")
     parser.add_argument("--commit", help="that made the runs, as in their clone's `git log`")
     given = vars(parser.parse_args(None if arguments is None else list(arguments)))
+    if given["unfinished"]:
+        check_commit(given, "unfinished", parser)
+        print(f"kept {', '.join(pack_unfinished(given['unfinished'], UNFINISHED, commit=given['commit']))}")
+        return
+    if given["put_back"]:
+        print(f"put back {', '.join(put_back(UNFINISHED, given['put_back']))}")
+        return
     claims: dict[str, list[Claim]] = {}
     loaded: dict[str, Results] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -266,11 +262,20 @@ def take_over(page: Page, given: dict[str, Any], parser: argparse.ArgumentParser
     """Pack the runs of the folder that is given for a page, if one is."""
     if not given[page.scale]:
         return
-    if not given["commit"]:
-        parser.error(f"--{page.scale} needs --commit, the commit that made these runs")
-    how = {"commit": given["commit"], "unended": given["unended"]}
-    packed = pack_runs(given[page.scale], page.archives, **how)
+    check_commit(given, page.scale, parser)
+    folder = given[page.scale]
+    packed = pack_runs(folder, page.archives, commit=given["commit"], unended=given["unended"])
+    if page.scale == "paper":
+        for run in runs_below(folder):
+            if has_ended(run) and (run / CHECKPOINT).exists():
+                save_weights(run, page.archives / f"{run.name}.npz")
     print(f"{page.name}: kept {', '.join(packed) or 'no run: none has ended'}")
+
+
+def check_commit(given: dict[str, Any], option: str, parser: argparse.ArgumentParser) -> None:
+    """An error of the command line unless the commit that made the runs is given."""
+    if not given["commit"]:
+        parser.error(f"--{option} needs --commit, the commit that made these runs")
 
 
 if __name__ == "__main__":

@@ -1,33 +1,25 @@
 """Parts of a figure of the paper, the runs of a plan, and what they left.
 
-Runs of the larger scales come with the package: ``kept/<scale>`` beside this file has an archive a run, or
-one of several: the run's folder without its checkpoint, and ``origin.json`` with the commit that made it.
-Nothing is trained to draw a figure from them.
+Runs of the larger scales come with the package: nothing is trained to draw a figure from them.
 """
 
 from __future__ import annotations
 
-import lzma
-import shutil
-import tarfile
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from itertools import chain
 from pathlib import Path
 
 from matplotlib.figure import Figure
 
 from curvestep.checks import check_choice
-from curvestep.trace.run import CONFIG, DIVERGED, STATUS, Fields, read_json
+from curvestep.trace.run import CONFIG, DIVERGED, STATUS, Fields
+from curvestep_reproduction.archives import KEPT, commit_of, runs_below, unpack_all
 from curvestep_reproduction.claims.claims import MissingRuns, NotPlanned
 from curvestep_reproduction.cost import cost_of
 from curvestep_reproduction.recipes import SCALES, Recipe, with_fields
 from curvestep_reproduction.training.run_folder import TrainedRun
 
-KEPT = Path(__file__).parents[1] / "kept"
 KEPT_CLAIMS = KEPT / "claims.json"  # of the larger scales, written by reproduction/pages.py
-ORIGIN = "origin.json"
-UNKNOWN = "an earlier commit"  # of runs that were packed before the commit was noted
 # The scale that has the paper's own model for a figure; of figure 4 that of (c) and (d).
 PAPER_SIZE = {
     "fig1": "epoch", "fig2": "epoch", "fig3": "paper", "fig4": "paper", "fig5": "epoch", "fig6": "epoch",
@@ -228,47 +220,12 @@ class KeptRuns:
 def load_kept(plan: Plan, source: Path, folder: Path) -> KeptRuns:
     """Unpack the archives in ``source`` into ``folder`` and read the runs of the plan; the lost are named."""
     runs = folder / "runs"
-    damaged = [*chain.from_iterable(_unpack(archive, runs) for archive in sorted(source.glob("*.tar.xz")))]
-    damaged += chain.from_iterable(_damage(config.parent) for config in sorted(runs.rglob(CONFIG)))
-    places, commits = {}, {}
-    for config in runs.rglob(CONFIG):
-        name = config.parent.name
-        places[name] = str(config.parent.parent.relative_to(runs))
-        commits[name] = _commit(config.parent)
+    damaged = tuple(unpack_all(source, runs))
+    places: dict[str, str] = {}
+    commits: dict[str, str] = {}
+    for path in runs_below(runs):
+        places[path.name] = str(path.parent.relative_to(runs))
+        commits[path.name] = commit_of(path)
     placed = tuple(replace(run, place=places.get(run.name, "")) for run in plan.runs)
     results = Results(replace(plan, runs=placed), folder)
-    return KeptRuns(results=results, damaged=tuple(damaged), commits=commits)
-
-
-def _unpack(archive: Path, runs: Path) -> Iterable[str]:
-    """Unpack one archive; where it breaks off, a line, and the run that was cut is taken away."""
-    last = Path()
-    try:
-        with tarfile.open(archive) as packed:
-            for member in packed:
-                last = (runs / member.name).parent
-                packed.extract(member, runs, filter="data")
-    except (tarfile.TarError, lzma.LZMAError, EOFError, OSError) as error:
-        if last != Path():
-            shutil.rmtree(last, ignore_errors=True)
-        yield f"{archive.name} is damaged: {error}"
-
-
-def _damage(path: Path) -> Iterable[str]:
-    """A line if a run cannot be read to its end; it is taken away."""
-    try:
-        run = TrainedRun.load(path)
-        reason = run.lost_rows
-        _ = run.metrics
-        if run.trace_path.exists():
-            _ = run.trace
-    except ValueError as error:
-        reason = str(error)
-    if reason:
-        shutil.rmtree(path)
-        yield f"{path.name} is damaged: {reason}"
-
-
-def _commit(path: Path) -> str:
-    file = path / ORIGIN
-    return str(read_json(file).get("commit", UNKNOWN)) if file.exists() else UNKNOWN
+    return KeptRuns(results=results, damaged=damaged, commits=commits)

@@ -21,6 +21,7 @@ from curvestep.checks import check_choice
 from curvestep.display.drawing import save
 from curvestep.display.page import write_page
 from curvestep.trace.run import Run, last_step, read_json, write_json
+from curvestep_reproduction.archives import KEPT
 from curvestep_reproduction.claims.claims import Claim, NotPlanned, as_markdown, decided, tally, write_claims
 from curvestep_reproduction.claims.statements import make_claims
 from curvestep_reproduction.cost import steps_of
@@ -31,7 +32,6 @@ from curvestep_reproduction.figures.fig7_synthetic import FIG7
 from curvestep_reproduction.figures.fig8_lstm_gd import FIG8
 from curvestep_reproduction.figures.legend import length_words, missing_words, seed_words
 from curvestep_reproduction.figures.plan import (
-    KEPT,
     KEPT_CLAIMS,
     PAPER_SIZE,
     PaperFigure,
