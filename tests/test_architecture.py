@@ -53,7 +53,7 @@ USES = {
     "theory": set(),
     "tensors": set(),
     "optim": {"steps", "clip_rules", "tensors"},
-    "trace": {"steps", *DRAWING},
+    "trace": set(DRAWING),
     "smoothness": {"steps", "bracket", "tensors", "trace", "lr_schedules"},
     "fit": {"steps", "theory.inequalities", "trace", "smoothness", *DRAWING},
     "advice": {"bracket", "theory.theorems", "trace"},

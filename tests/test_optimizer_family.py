@@ -30,7 +30,7 @@ class Wrapper:
 KINDS = {
     torch.optim.SGD: Family.SGD,
     cs.ClippedSGD: Family.SGD,
-    cs.NormalizedSGD: Family.NORMALIZED,
+    cs.NormalizedSGD: Family.SGD,
     torch.optim.Adam: Family.ADAM,
     torch.optim.AdamW: Family.ADAM,
     cs.ClippedAdamW: Family.ADAM,
@@ -93,7 +93,7 @@ def test_clipping_by_a_hook_leaves_the_family():
 
 def test_only_adam_and_its_variants_divide_by_the_size_of_the_gradient():
     assert {family for family in Family if family.is_adaptive} == {Family.ADAM, Family.ADAM_LIKE}
-    assert {f for f in Family if f.is_descent} == {Family.SGD, Family.MOMENTUM, Family.NORMALIZED}
+    assert {f for f in Family if f.is_descent} == {Family.SGD, Family.MOMENTUM}
 
 
 def test_names_of_ours_are_those_of_torch_but_for_clipping():

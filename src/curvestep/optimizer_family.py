@@ -17,16 +17,20 @@ if TYPE_CHECKING:
 
 
 class Family(StrEnum):
-    r"""How an optimizer turns a gradient :math:`g` into a step, clipped or not."""
+    r"""How an optimizer makes a direction of its gradients :math:`g`, however it scales them before."""
 
     SGD = "sgd"  # −η g
     MOMENTUM = "momentum"  # −η m, m a sum or mean of gradients
-    NORMALIZED = "normalized"  # −η g/(‖g‖ + β): lr is a length
     ADAM = "adam"  # −η m/(√v + ε), with v in the state as torch keeps it
     ADAM_LIKE = "adam-like"  # a variant of it: other corrections, norms or states
     SIGN = "sign"  # −η sign(m)
     MUON = "muon"  # −η times an orthogonal matrix
     UNKNOWN = "unknown"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Family | None:
+        # Files of before name a family of its own for NormalizedSGD.
+        return cls.SGD if value == "normalized" else None
 
     @property
     def is_adaptive(self) -> bool:
@@ -36,17 +40,11 @@ class Family(StrEnum):
     @property
     def is_descent(self) -> bool:
         """Whether steps go along gradients, or along sums of them."""
-        return self in (Family.SGD, Family.MOMENTUM, Family.NORMALIZED)
-
-    @property
-    def threshold(self) -> str:
-        """Name, in the optimizer's groups, of the gradient norm at which steps stop growing."""
-        return "offset" if self is Family.NORMALIZED else "max_norm"
+        return self in (Family.SGD, Family.MOMENTUM)
 
 
 _FAMILIES = {
-    **dict.fromkeys(("SGD", "ClippedSGD", "ScaledSGD"), Family.SGD),
-    "NormalizedSGD": Family.NORMALIZED,
+    **dict.fromkeys(("SGD", "ClippedSGD", "NormalizedSGD", "ScaledSGD"), Family.SGD),
     **dict.fromkeys(("Adam", "AdamW", "ClippedAdamW", "FusedAdam"), Family.ADAM),
     **dict.fromkeys(("NAdam", "RAdam", "Adamax"), Family.ADAM_LIKE),
     **dict.fromkeys(("Lion", "SignSGD", "Signum"), Family.SIGN),
@@ -61,7 +59,7 @@ def family_of(optimizer: Any) -> Family:
 
     Example:
         >>> family_of("ClippedAdamW").value, family_of("NormalizedSGD").value, family_of("Shampoo").value
-        ('adam', 'normalized', 'unknown')
+        ('adam', 'sgd', 'unknown')
     """
     family = _family_by_name(_known_name(optimizer))
     if family is Family.SGD and any(momenta(optimizer)):
@@ -73,6 +71,18 @@ def momenta(optimizer: object) -> list[float]:
     """The momentum of an instance's groups: one, unless they differ."""
     groups = getattr(inner_optimizer(optimizer), "param_groups", ())
     return sorted({float(group.get("momentum", 0.0)) for group in groups})
+
+
+def threshold_of(optimizer: object) -> str:
+    """Name of the group entry with the gradient norm at which steps stop growing, of an instance or a class.
+
+    Example:
+        >>> import curvestep as cs, torch
+        >>> threshold_of(cs.NormalizedSGD), threshold_of(torch.optim.SGD)
+        ('offset', 'max_norm')
+    """
+    name = getattr(inner_optimizer(optimizer), "threshold", None)
+    return name if isinstance(name, str) else "max_norm"
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:

@@ -9,15 +9,13 @@ parameters may be arrays too, one number for each point. Torch is not imported h
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from functools import wraps
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from curvestep.checks import check_nonnegative, check_positive, check_threshold as check_threshold
-from curvestep.optimizer_family import Family, family_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -30,7 +28,6 @@ Rule = TypeVar("Rule", bound=Callable[..., Any])
 Parameter = float | np.ndarray
 # No norm of a gradient is larger: beside an array it stands for infinity, of which the ratio would be NaN.
 _LARGEST = np.finfo(np.float64).max
-CLIP_COLUMNS = ("clipped", "coefficient", "grad_norm", "step_norm", "lr")  # of a trace, that tell of clipping
 
 
 class ClippedParameters(TypedDict):
@@ -267,62 +264,3 @@ def _at_least(x: Any, floor: float) -> Any:
     if hasattr(x, "clamp"):
         return x.clamp(min=floor)
     return max(x, floor)  # in this order, so that NaN stays NaN
-
-
-def is_clipped(coefficient: ArrayLike, *, optimizer: ArrayLike = "") -> np.ndarray:
-    r"""Whether a gradient that was multiplied by ``coefficient`` was clipped: the definition of it.
-
-    Normalized descent shortens every step, by :math:`\beta/(g + \beta)`; it clips a gradient above its offset
-    :math:`\beta`, where that is below one half.
-
-    Args:
-        coefficient: What the gradient was multiplied by, 1 if by nothing.
-        optimizer: Name of the optimizer's class.
-
-    Example:
-        >>> is_clipped([0.6, 1.0]), is_clipped([0.6, 0.4], optimizer="NormalizedSGD")
-        (array([ True, False]), array([False,  True]))
-    """
-    highest = np.where(_is_of(optimizer, Family.NORMALIZED), 0.5, 1 - 1e-6)
-    return np.asarray(coefficient, dtype=float) < highest
-
-
-def clip_norms(columns: Mapping[str, ArrayLike]) -> np.ndarray:
-    r"""The gradient norm at which each step was clipped: inf where it was not, NaN where that is unknown.
-
-    Rows say whether a step was ``clipped``. Of rows that do not, the ``coefficient`` tells, and without it,
-    but for Adam, a step shorter than lr·‖g‖. The threshold is coefficient times gradient norm (of normalized
-    descent the offset), or step length over lr.
-
-    Args:
-        columns: Columns of a trace, of which any may be missing and any number NaN: ``clipped``,
-            ``coefficient``, ``grad_norm``, ``step_norm``, ``lr`` and ``optimizer``.
-
-    Example:
-        >>> clip_norms({"coefficient": [0.5, 1.0], "grad_norm": 4.0})
-        array([ 2., inf])
-        >>> clip_norms({"grad_norm": 4.0, "step_norm": [1, np.nan], "lr": 0.5})
-        array([ 2., nan])
-        >>> clip_norms({"clipped": [False, True], "coefficient": 0.5, "grad_norm": 4.0})
-        array([inf,  2.])
-    """
-    numbers = [np.asarray(columns.get(name, math.nan), dtype=float) for name in CLIP_COLUMNS]
-    flag, coefficient, g, length, lr = np.broadcast_arrays(*numbers)
-    optimizer = columns.get("optimizer", "")
-    # Adam's steps do not grow with the gradient: their length tells nothing.
-    has_length = np.isfinite(length * lr) & ~_is_of(optimizer, Family.ADAM, Family.ADAM_LIKE)
-    has_coefficient = np.isfinite(coefficient)
-    with np.errstate(invalid="ignore", divide="ignore"):
-        offset = coefficient * g / np.where(_is_of(optimizer, Family.NORMALIZED), 1 - coefficient, 1.0)
-        threshold = np.where(has_coefficient, offset, length / lr)
-        is_shorter = length < (1 - 1e-3) * (lr * g)
-    inferred = np.where(has_coefficient, is_clipped(coefficient, optimizer=optimizer), is_shorter)
-    clipped = np.where(np.isfinite(flag), flag != 0, inferred)
-    known = np.isfinite(flag) | has_coefficient | has_length
-    return np.where(known, np.where(clipped, threshold, math.inf), math.nan)
-
-
-def _is_of(optimizer: ArrayLike, *families: Family) -> np.ndarray:
-    names = np.asarray(optimizer, dtype=object)
-    found = [family_of(name) in families for name in names.flat]
-    return np.array(found, dtype=bool).reshape(names.shape)

@@ -206,10 +206,10 @@ def test_the_promise_of_a_step_is_that_along_the_gradient():
     assert (run.agreement, run.efficiency) == (0.5, pytest.approx(0.07 / 0.05))
 
 
-def test_normalized_descent_has_an_offset_and_no_clipped_steps():
+def test_an_older_trace_of_normalized_descent_keeps_its_offset():
     header = {"optimizer": "NormalizedSGD", "optimizer_family": "normalized", "offset": 0.25}
     run = facts(trace_of(falling(), header=header, coefficient=0.5, clipped=True))
-    assert (run.max_norm, run.clipped) == (0.25, 0.0)
+    assert (run.family, run.threshold, run.max_norm, run.clipped) == (Family.SGD, "offset", 0.25, 1.0)
 
 
 def test_older_rows_have_their_fractions_in_the_header_and_no_kappa():

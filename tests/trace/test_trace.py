@@ -300,6 +300,7 @@ def test_the_probe_writes_no_key_that_the_schema_does_not_know():
     row = {key: value for row in probe.trace for key, value in row.items() if value is not None}
     absent = {"optimizer_missing", "spikes"}  # torch's SGD has a metric, and logs no spikes
     absent |= {"recent_loss", "recent_steps"}  # of `record`
+    absent |= {"max_norm"}  # of a smooth rule
     known = {key: field for key, field in FIELDS.items() if key not in absent}
     assert set(row) == set(known)
     assert set(row["layers"]["weight"]) <= set(FIELDS)
@@ -369,7 +370,7 @@ ROW_OF_HEADER = {
     ),
     "normalized": (
         lambda p: cs.NormalizedSGD(p, lr=0.1, offset=0.5),
-        {"optimizer_family": "normalized", "clipping": "normalized", "offset": 0.5},
+        {"optimizer_family": "sgd", "clipping": "norm", "threshold": "offset", "max_norm": 0.5},
     ),
     "adam": (
         lambda p: torch.optim.AdamW(p, lr=0.1, betas=(0.8, 0.9)),

@@ -71,11 +71,13 @@ def reasons_for(found: Condition, run: Outcome) -> tuple[Note, ...]:
     if run.clipped == 0:
         texts["clipping"] = "no step was clipped"
     elif run.clipped > 0:
-        effect = "Adam rescales them, so max_norm does little"
-        if not run.family.is_adaptive:
-            effect = "for these only lr x max_norm counts"
-        share = f"about {run.clipped:.0%} of the steps are clipped"
-        texts["clipping"] = f"{share}, at {run.max_norm:.3g}; {effect}"
+        share = f"about {run.clipped:.0%} of the steps are clipped, at {run.max_norm:.3g}"
+        effect = "for these only lr x max_norm counts"
+        if run.family.is_adaptive:
+            effect = "Adam rescales them, so max_norm does little"
+        elif run.threshold != "max_norm":
+            effect = f"this is the {run.threshold}, which shortens the others less"
+        texts["clipping"] = f"{share}; {effect}"
     if found.action in (KEEP, RAISE, LOWER):
         texts["next"] = "one run says no more: run calibrate, or give two runs, advise(a, b)"
     return tuple(Note(kind, text) for kind, text in texts.items())
@@ -118,7 +120,7 @@ def rate_name(scheduled: bool) -> str:
 
 def setting_name(run: Outcome) -> str:
     """The setting as a person writes it."""
-    clip = "" if math.isinf(run.max_norm) else f", max_norm {run.max_norm:.3g}"
+    clip = "" if math.isinf(run.max_norm) else f", {run.threshold} {run.max_norm:.3g}"
     return f"{rate_name(run.scheduled)} {run.lr:.3g}{clip}"
 
 

@@ -33,7 +33,8 @@ class Outcome:
     family: Family  # how its optimizer steps
     lr: float  # the largest, of a schedule the peak that was set
     scheduled: bool  # whether lr changed by more than a tenth
-    max_norm: float  # at which steps were clipped, of NormalizedSGD the offset; inf if none was
+    max_norm: float  # at which steps were clipped; inf if none was
+    threshold: str = "max_norm"  # what the optimizer calls it; by another name, its rule is no plain clip
     clipped: float  # share of the steps
     floor: float  # gradient norm below which clipping keeps noisy steps from getting, at worst
     in_eval_mode: bool
@@ -66,16 +67,20 @@ def _setting(history: History) -> dict[str, Any]:
     header, lr = history.header, lr_of_run(history.header, history.lr)
     clip = history.clip_norm[history.ok]
     max_norm, clipped = typical(clip, missing=math.inf), clipped_share(history.step[history.ok], clip)
-    if history.family is Family.NORMALIZED:  # it shortens every step, by a rule without an edge
-        max_norm, clipped = header_number(header, "offset", missing=max_norm), 0.0
-    noise = typical(history.columns["noise"])
+    floor, noise = math.nan, typical(history.columns["noise"])
+    if history.threshold != "max_norm":  # it shortens every step, by a rule without a corner
+        older = header_number(header, "offset", missing=max_norm)
+        max_norm = header_number(header, "max_norm", missing=older)
+    elif clipped > 0 and noise >= 0:
+        floor = clipping_floor(noise, max_norm)
     return {
         "family": history.family,
         "lr": lr,
         "scheduled": finite_min(history.lr) < 0.9 * lr,
         "max_norm": max_norm,
+        "threshold": history.threshold,
         "clipped": clipped,
-        "floor": clipping_floor(noise, max_norm) if clipped > 0 and noise >= 0 else math.nan,
+        "floor": floor,
         "in_eval_mode": header.get("training_mode") is False,
     }
 

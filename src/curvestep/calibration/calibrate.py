@@ -128,6 +128,7 @@ def calibrate(
     return Calibration(
         optimizer=method.name,
         family=method.family,
+        threshold=method.threshold,
         momentum=method.momentum,
         lr=lr,
         max_norm=threshold,
@@ -186,9 +187,7 @@ def scale_and_threshold(
         scale, threshold = peak_lr(method.optimizer), math.inf
     if math.isfinite(given):
         threshold = given
-    if method.family is Family.NORMALIZED:  # a length: the same step at gradients far below the offset
-        scale *= threshold
-    return scale, threshold
+    return method.lr_of(scale, threshold), threshold
 
 
 def _step_and_threshold(

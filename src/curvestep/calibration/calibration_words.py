@@ -38,6 +38,13 @@ DOUBTS = {
 }
 
 
+def evidence(found: Calibration | Method, schedule: str) -> tuple[str, str, str] | None:
+    """How answers for such an optimizer did in the benchmark; None if it is not part of it."""
+    if found.threshold != "max_norm":  # a rule of its own
+        return None
+    return EVIDENCE.get((found.family, schedule))
+
+
 def confidence(family: Family, schedule: str, warnings: Iterable[Note]) -> str:
     """How far to trust the answer: where a doubt was noted, no judged answer says that it was good."""
     kinds = {note.kind for note in warnings} - {"iterator"}  # which says nothing of the answer
@@ -53,16 +60,17 @@ def headline(found: Calibration) -> str:
     what = f"{found.optimizer}{momentum} {WHEN[found.schedule]} {found.lr:.3g}"
     if math.isinf(found.max_norm):
         return what
-    return f"{what}, {found.family.threshold} {found.max_norm:.3g}"
+    return f"{what}, {found.threshold} {found.max_norm:.3g}"
 
 
 def trust(found: Calibration) -> str:
     """How far to trust it, in a sentence."""
     if found.confidence == "cannot tell":
         return "cannot tell: no trial surely lowered the loss, so lr is only a safe value"
-    if (found.family, found.schedule) not in EVIDENCE:
+    judged = evidence(found, found.schedule)
+    if judged is None:
         return f"{found.confidence}: {found.optimizer} is not part of the benchmark"
-    tasks, usual, worst = EVIDENCE[found.family, found.schedule]
+    tasks, usual, worst = judged
     fell = f"the loss fell {usual} % as far as at the best lr, {worst} % at worst"
     return f"{found.confidence}: on {tasks} {fell}"
 
@@ -127,7 +135,7 @@ def before(name: str, num_steps: int, num_gradients: int, *, may_double: bool) -
 
 def other_threshold(found: Calibration, name: str, own: Iterable[object]) -> str:
     """That an optimizer clips otherwise than the trials did."""
-    tried = f"lr {found.lr:.3g} was tried with max_norm {found.max_norm:.3g}"
+    tried = f"lr {found.lr:.3g} was tried with {found.threshold} {found.max_norm:.3g}"
     given = " and ".join(sorted(set(map(str, own))))
     if given:
         return f"{tried}, and {name} keeps its own, {given}. Calibrate with `optimizer=` the one that trains."
@@ -161,7 +169,7 @@ def of_start(
     untrained = passes.num_outside + num_idle
     where = "the optimizer does not train" if num_idle else "are not in `model`"
     found = (
-        ((method.family, "constant") not in EVIDENCE, "less-tested",
+        (evidence(method, "constant") is None, "less-tested",
          f"{method.name} is less tested than Adam and SGD: try half of this lr and twice it, too."),
         (not 0.01 <= grad_norm <= 100, "scaled-loss",
          f"The first gradient norm is {grad_norm:.2g}. Is the loss a sum, or scaled? Use the mean."),

@@ -17,15 +17,11 @@ from curvestep.clip_rules import ClipRule
 from curvestep.optim.adamw import ClippedAdamW
 from curvestep.optim.clipped import ClippedSGD
 from curvestep.optim.normalized import NormalizedSGD
-from curvestep.optimizer_family import Family, family_of, momenta, parameters_of
+from curvestep.optim.scaled import ScaledOptimizer
+from curvestep.optimizer_family import Family, family_of, momenta, parameters_of, threshold_of
 from curvestep.smoothness.replay import trainable_parameters
 
-NEEDED: dict[type, dict[str, float]] = {  # to make ours; neither lr nor threshold matters
-    ClippedSGD: {"lr": 1.0, "max_norm": math.inf},
-    ClippedAdamW: {"lr": 1.0, "max_norm": math.inf},
-    NormalizedSGD: {"lr": 1.0, "offset": 1.0},
-}
-OURS = tuple(NEEDED)
+OURS = (ClippedSGD, ClippedAdamW, NormalizedSGD)  # that can be given by name
 
 
 @dataclass(frozen=True)
@@ -36,7 +32,8 @@ class Method:
     name: str  # of its class
     family: Family
     momentum: float
-    max_norm: float  # the threshold (or offset) that the caller gave its groups; infinite if none
+    threshold: str  # what it calls ``max_norm``
+    max_norm: float  # the threshold that the caller gave its groups; infinite if none
     clips_itself: bool  # or normalises; so does a copy
 
     def copy(self, max_norm: float) -> Optimizer:
@@ -47,8 +44,15 @@ class Method:
             # A frozen parameter may have a gradient left over; stepped on, it would not be put back.
             group["params"] = [p for p in group["params"] if p.requires_grad]
             if sets_threshold:
-                group[self.family.threshold] = max_norm
+                group[self.threshold] = max_norm
         return made
+
+    def lr_of(self, step_size: float, max_norm: float) -> float:
+        """The lr with which gradients far below ``max_norm`` take steps of this size."""
+        if not isinstance(self.optimizer, ScaledOptimizer):
+            return step_size
+        group = self.optimizer.param_groups[0] | {self.threshold: max_norm}
+        return step_size / self.optimizer.coefficient_at_zero(group)
 
 
 def method_of(
@@ -61,13 +65,14 @@ def method_of(
     """The method of an instance, or of a class or a name with these settings."""
     given = {"momentum": momentum, "weight_decay": weight_decay}
     settings = {name: check_nonnegative(name, value) for name, value in given.items() if value is not None}
-    threshold, thresholds = family_of(optimizer).threshold, []
+    thresholds = []
     if not isinstance(optimizer, Optimizer):
         optimizer = _made(optimizer, model, settings)
     elif settings:
         raise ValueError(f"`{min(settings)}` is read from the optimizer itself: leave it out.")
     else:
-        thresholds = [group[threshold] for group in optimizer.param_groups if threshold in group]
+        name = threshold_of(optimizer)
+        thresholds = [group[name] for group in optimizer.param_groups if name in group]
     family, momentums = family_of(optimizer), momenta(optimizer)
     rules = [rule.name for rule in thresholds if isinstance(rule, ClipRule)]
     strangers = set(parameters_of(optimizer)).difference(model.parameters())
@@ -88,8 +93,15 @@ def method_of(
         if is_wrong:
             raise ValueError(why)
     max_norm = min(map(float, thresholds), default=math.inf)
-    name, clips_itself = type(optimizer).__name__, isinstance(optimizer, OURS)
-    return Method(optimizer, name, family, momentums[0], max_norm, clips_itself)
+    return Method(
+        optimizer=optimizer,
+        name=type(optimizer).__name__,
+        family=family,
+        momentum=momentums[0],
+        threshold=threshold_of(optimizer),
+        max_norm=max_norm,
+        clips_itself=isinstance(optimizer, ScaledOptimizer),
+    )
 
 
 def _made(optimizer: object, model: nn.Module, settings: dict[str, float]) -> Optimizer:
@@ -106,7 +118,9 @@ def _made(optimizer: object, model: nn.Module, settings: dict[str, float]) -> Op
     if not family_of(kind).is_descent and settings.pop("momentum", 0.0) > 0:
         raise ValueError(f"`momentum` is SGD's, and {kind.__name__} is another: leave it at 0.")
     make = cast("Callable[..., Optimizer]", kind)
+    if issubclass(kind, ScaledOptimizer):  # which needs both, and neither matters
+        settings |= {"lr": 1.0, kind.threshold: math.inf if kind.threshold == "max_norm" else 1.0}
     try:
-        return make(trainable_parameters(model), **NEEDED.get(kind, {}), **settings)
+        return make(trainable_parameters(model), **settings)
     except TypeError as error:
         raise ValueError(f"`optimizer`: give the {kind.__name__} that will train ({error}).") from None

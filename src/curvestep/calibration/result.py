@@ -16,7 +16,7 @@ from curvestep.display.markup import html_table
 from curvestep.files import dump_json, load_json, write_atomically
 from curvestep.lr_schedules import is_below_peak, set_peak
 from curvestep.notes import Note
-from curvestep.optimizer_family import Family, family_of, momenta
+from curvestep.optimizer_family import Family, family_of, momenta, threshold_of
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -31,7 +31,8 @@ class Calibration:
     Args:
         optimizer: The class, with its ``family`` and ``momentum``.
         lr: Learning rate for ``schedule``, the peak of ``"warmup-decay"``; the largest one if groups differ.
-        max_norm: Gradient norm at which the trials clipped, and training should; of NormalizedSGD ``offset``.
+        max_norm: Gradient norm at which the trials clipped, and training should.
+        threshold: What the optimizer calls it: of NormalizedSGD ``offset``.
         confidence: ``"high"``, ``"medium"``, or ``"cannot tell"``: ``lr`` is then only a safe value.
         arms: Every trial: ``lr``, ``num_steps``, ``gain``, ``error``; those of a search ascending in ``lr``.
         loss: At the start, as ``grad_norm`` is.
@@ -54,6 +55,7 @@ class Calibration:
     seconds: float = field(compare=False)
     warnings: tuple[Note, ...] = ()
     clips_outside: bool = field(default=False, compare=False)
+    threshold: str = "max_norm"
 
     @property
     def last_arms(self) -> tuple[Arm, ...]:
@@ -91,8 +93,9 @@ class Calibration:
         if not isinstance(optimizer, Optimizer):
             name = type(optimizer).__name__
             raise TypeError(f"`optimizer` must be a torch optimizer, got a {name}. Schedulers come after it.")
-        own = _kind(self.family, self.optimizer, [self.momentum])
-        given = _kind(family_of(optimizer), type(optimizer).__name__, momenta(optimizer))
+        own = _kind(self.family, self.optimizer, self.threshold, [self.momentum])
+        kind, name = family_of(optimizer), type(optimizer).__name__
+        given = _kind(kind, name, threshold_of(optimizer), momenta(optimizer))
         if own != given:
             raise ValueError(
                 f"This was measured for {own}, got {given}. Calibrate with `optimizer=` the one that trains."
@@ -104,7 +107,7 @@ class Calibration:
             self._set_threshold(optimizer)
 
     def _set_threshold(self, optimizer: Optimizer) -> None:
-        name, groups = self.family.threshold, optimizer.param_groups
+        name, groups = self.threshold, optimizer.param_groups
         own = [group[name] for group in groups if name in group]  # numbers, or rules
         scope = optimizer.defaults.get("norm_scope", "global")
         if own == [math.inf] * len(groups) and scope == "global":
@@ -114,8 +117,10 @@ class Calibration:
             python_warnings.warn(words.other_threshold(self, type(optimizer).__name__, own), stacklevel=3)
 
 
-def _kind(family: Family, name: str, momenta: list[float]) -> str:
+def _kind(family: Family, name: str, threshold: str, momenta: list[float]) -> str:
     """What a learning rate is for: Adam's serves all of them, SGD's all of the same momentum."""
+    if threshold != "max_norm":  # a rule of its own, and an lr of another meaning
+        return name
     sgd = f"SGD with momentum {' and '.join(f'{momentum:g}' for momentum in momenta)}"
     return {Family.ADAM: "Adam", Family.SGD: sgd, Family.MOMENTUM: sgd}.get(family, name)
 
@@ -135,6 +140,8 @@ def read_calibration(folder: str | Path) -> Calibration | None:
         return None
     try:
         values = load_json(path.read_text(encoding="utf-8"))
+        if values["family"] == "normalized":  # of an older version
+            values["threshold"] = "offset"
         family = Family(values.pop("family"))
         arms = tuple(Arm(**arm) for arm in values.pop("arms"))
         notes = tuple(Note(**note) for note in values.pop("warnings"))

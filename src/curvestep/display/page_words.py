@@ -20,7 +20,6 @@ from curvestep.display.chart import NUM_COLOURS
 from curvestep.display.markup import plain
 from curvestep.display.results import finite, stability, usable
 from curvestep.display.views import DAMAGED, RunView, Task
-from curvestep.optimizer_family import family_of
 from curvestep.trace.history import lr_of_run
 from curvestep.trace.run import Fields
 
@@ -127,8 +126,12 @@ def code_for(advice: Advice, view: RunView) -> str:
         if value := view.header.get(option):
             settings += f", {option}={value:g}"
     threshold = f"{advice.max_norm:.3g}".replace("inf", "float('inf')")
-    if hasattr(curvestep, name):
-        lines = [f"opt = cs.{name}({settings}, {family_of(name).threshold}={threshold})"]
+    ours = getattr(curvestep, name, None)
+    own = str(view.header.get("threshold") or getattr(ours, "threshold", "max_norm"))
+    if ours is not None:
+        lines = [f"opt = cs.{name}({settings}, {own}={threshold})"]
+    elif own != "max_norm":  # a step rule of the user's own
+        lines = [f"opt = {name}({settings}, {own}={threshold})"]
     else:
         home = "torch.optim." if hasattr(torch.optim, name) else ""
         lines = [f"opt = {home}{name}({settings})", f"cs.clip(opt, {threshold})"]

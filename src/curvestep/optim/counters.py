@@ -31,6 +31,20 @@ class Limit(NamedTuple):
     unit: str  # "norm", "x" or "sigma"
 
 
+class ClipEdge(NamedTuple):
+    """Where the rule of an optimizer bends.
+
+    Attributes:
+        norm: The gradient norm beyond which a step counts as clipped; NaN where groups differ or a rule
+            chooses it.
+        coefficient: The factor on a gradient of this norm, relative to that on a gradient near zero: 1 for
+            clipping, 1/2 for :class:`NormalizedSGD`.
+    """
+
+    norm: float
+    coefficient: float
+
+
 class Spike(TypedDict):
     """A step whose gradient norm stood out from those before it.
 

@@ -22,7 +22,7 @@ from torch.optim.optimizer import (
 
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.optim._update import Bundle, Rule, collect, joined, parts_of
-from curvestep.optim.counters import ClipStats, Spike
+from curvestep.optim.counters import ClipEdge, ClipStats, Spike
 from curvestep.optim.device import DeviceStep, step_on_device
 from curvestep.optim.policy import Group, Policy, as_float, check_scope, is_on_host, rule_of
 from curvestep.optim.record import HostStep, StepRecord
@@ -123,6 +123,22 @@ class ScaledOptimizer(Optimizer, ABC):
     def coefficient_at_zero(self, group: Group) -> float:
         """The coefficient at zero gradient, to which :meth:`clip_stats` relates those of the steps."""
         return 1.0
+
+    def clip_edge(self) -> ClipEdge:
+        """Where the rule bends: the gradient norm, and the coefficient there.
+
+        A step whose coefficient is below that of the edge counts as clipped.
+        """
+        norms: list[float] = []
+        coefficients: list[float] = []
+        for group in self.param_groups:
+            if rule_of(group) is not None:  # which clips at another norm in each step
+                return ClipEdge(math.nan, 1.0)
+            norm = float(group[self.threshold])
+            norms.append(norm)
+            coefficients.append(self.coefficient(norm, group) / self.coefficient_at_zero(group))
+        has_one = len(set(norms)) == 1
+        return ClipEdge(norms[0] if has_one else math.nan, max(coefficients))
 
     def check_group(self, group: Group) -> None:
         """Raise where the values of a group make no sense."""

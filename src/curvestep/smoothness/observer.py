@@ -20,7 +20,7 @@ from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from curvestep.lr_schedules import group_peak
-from curvestep.optimizer_family import Family, family_of, parameters_of
+from curvestep.optimizer_family import family_of, parameters_of, threshold_of
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.replay import Closure, Gradients, checked_loss, gradients_of, is_empty
 from curvestep.smoothness.snapshot import PassState
@@ -313,6 +313,15 @@ class StepObserver:
         """Observe no longer."""
         self._handle.remove()
 
+    @property
+    def clip_edge(self) -> tuple[float, float]:
+        """Where the optimizer's rule bends: gradient norm and coefficient, NaN and 1 if it does not say."""
+        for optimizer in self.optimizers:
+            edge = getattr(optimizer, "clip_edge", None)
+            if edge is not None:
+                return edge()
+        return math.nan, 1.0
+
     def coefficient(self, gradients: Gradients | None, grad_norm: float) -> float | None:
         """The factor of clipping on the gradient of this norm, before the optimizer and in it."""
         own = next((optimizer for optimizer in self.optimizers if isinstance(optimizer, ClipsItself)), None)
@@ -348,19 +357,18 @@ def optimizer_facts(optimizer: Optimizer) -> Row:
         >>> optimizer_facts(torch.optim.AdamW([w], lr=0.1))["betas"]
         [0.9, 0.999]
     """
-    groups, family = optimizer.param_groups, family_of(optimizer)
-    numbers = ("momentum", "betas", "weight_decay", "max_norm", "offset")
-    facts: Row = {name: _shared_option(groups, name) for name in numbers}
+    groups, threshold = optimizer.param_groups, threshold_of(optimizer)
+    facts: Row = {name: _shared_option(groups, name) for name in ("momentum", "betas", "weight_decay")}
     clipping = "none"
-    if family is Family.NORMALIZED:
-        clipping = "normalized"
-    elif "max_norm" in groups[0] and isinstance(optimizer, ClipsItself):
-        clipping = getattr(groups[0]["max_norm"], "name", "norm")  # a rule has a name
+    if threshold in groups[0] and isinstance(optimizer, ClipsItself):
+        clipping = getattr(groups[0][threshold], "name", "norm")  # a rule has a name
     return {
         "optimizer": type(optimizer).__name__,
-        "optimizer_family": family.value,
+        "optimizer_family": family_of(optimizer).value,
         **facts,
         "clipping": clipping,
+        "threshold": threshold,
+        "max_norm": _shared_option(groups, threshold),
         "norm_scope": optimizer.defaults.get("norm_scope"),
     }
 

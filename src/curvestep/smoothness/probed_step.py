@@ -53,9 +53,9 @@ from curvestep.smoothness.replay import (
 )
 from curvestep.smoothness.schedule import FOLLOWED_ROWS, short_fractions
 from curvestep.smoothness.snapshot import PassState
-from curvestep.steps import is_clipped
 from curvestep.tensors.distributed import any_rank, copies, over_ranks
 from curvestep.tensors.vectors import global_norm, precision
+from curvestep.trace.clipping import is_clipped
 from curvestep.trace.schema import NONFINITE, ZERO_STEP, Row
 
 
@@ -295,7 +295,10 @@ class ProbedStep:
         if steps.optimizers:
             part["optimizer"] = type(steps.optimizers[0]).__name__
         if coefficient is not None:
-            part["clipped"] = bool(is_clipped(coefficient, optimizer=part["optimizer"]))
+            max_norm, edge = steps.clip_edge
+            part["clipped"] = bool(is_clipped(coefficient, edge=edge))
+            if edge < 1 and math.isfinite(max_norm):  # a smooth rule: the coefficient does not tell it
+                part["max_norm"] = max_norm
         return part
 
     def _spikes_part(self, steps: StepObserver) -> Row:

@@ -43,6 +43,12 @@ class History:
         names = [name for name in (self.header.get("optimizer"), *self.columns["optimizer"]) if name]
         return family_of(names[0] if names else "")
 
+    @property
+    def threshold(self) -> str:
+        """What the optimizer calls the norm at which its rule bends; of any other ``max_norm``."""
+        older = "offset" if self.header.get("offset") is not None else "max_norm"
+        return str(self.header.get("threshold") or older)
+
     @classmethod
     def of(cls, trace: Trace) -> History:
         """What ``trace`` holds now; rows appended to it later are not in here."""

@@ -25,7 +25,7 @@ import numpy as np
 from curvestep.checks import check_choice
 from curvestep.display.markup import html_table
 from curvestep.files import RowFile, dump_row, end_of_last_row, load_row, read_rows, write_atomically
-from curvestep.steps import CLIP_COLUMNS, clip_norms
+from curvestep.trace.clipping import CLIP_COLUMNS, clip_norms
 from curvestep.trace.schema import FIELDS, OK, Row
 
 if TYPE_CHECKING:
@@ -191,7 +191,7 @@ class Trace:
 
     @property
     def clip_norm(self) -> np.ndarray:
-        """The gradient norm at which each step was clipped, as :func:`curvestep.steps.clip_norms` has it."""
+        """The gradient norm at which each step was clipped, as ``clipping.clip_norms`` has it."""
         columns = {name: self.column(name) for name in (*CLIP_COLUMNS, "optimizer")}
         if not any(columns["optimizer"]):  # older rows leave it to the header
             columns["optimizer"] = np.array(str(self.header.get("optimizer", "")), dtype=object)
