@@ -146,10 +146,11 @@ def smooth_clipped_step(grad_norm: Norm, *, L0: Parameter, L1: Parameter) -> Nor
     r"""Step size that an (L0, L1)-smooth function allows, with no threshold to choose.
 
     .. math::
-        h(g) = \frac{1}{L_0 + \tfrac32 L_1 g}
+        h(g) = \frac{1}{L_0 + L_1 g}
 
     On every function with :math:`\lVert\nabla^2 f\rVert \le L_0 + L_1\lVert\nabla f\rVert` this step lowers
-    :math:`f` by at least :math:`g^2/(2L_0 + 3L_1 g)` (Vankov et al., 2024).
+    :math:`f` by at least :math:`\tfrac12g^2/(L_0 + L_1 g)`; no other step is sure of more (row 31 of
+    ``docs/theorems.md``).
 
     Args:
         grad_norm: Gradient norms :math:`g \ge 0`, any shape.
@@ -161,16 +162,16 @@ def smooth_clipped_step(grad_norm: Norm, *, L0: Parameter, L1: Parameter) -> Nor
 
     Example:
         >>> smooth_clipped_step(np.array([0.0, 1.0, 4.0]), L0=2.0, L1=2.0)
-        array([0.5  , 0.2  , 0.0714...])
+        array([0.5 , 0.25, 0.1 ])
     """
     if isinstance(L0, np.ndarray) or isinstance(L1, np.ndarray):
         g = np.minimum(grad_norm, _LARGEST)  # finite, so that it does not count where L1 is zero
-        return 1.0 / (L0 + 1.5 * L1 * g)  # pyright: ignore[reportReturnType]  # an array only beside arrays
+        return 1.0 / (L0 + L1 * g)  # pyright: ignore[reportReturnType]  # an array only beside arrays
     if L1 == 0:
         if L0 == 0:
             raise ValueError("`L0` and `L1` must not both be zero: no curvature bounds no step.")
         return _constant(grad_norm, 1.0 / L0)
-    bound = L0 + 1.5 * L1 * grad_norm
+    bound = L0 + L1 * grad_norm
     return math.inf if isinstance(bound, float) and bound == 0 else 1.0 / bound  # pyright: ignore[reportReturnType]  # a float for floats
 
 
@@ -214,15 +215,15 @@ def clipped_from_normalized(*, lr: float, offset: float) -> ClippedParameters:
 def normalized_from_smoothness(*, L0: float, L1: float) -> NormalizedParameters:
     r"""``lr`` and ``offset`` with which normalized descent is :func:`smooth_clipped_step`, exactly.
 
-    With :math:`\eta = 2/(3L_1)` and :math:`\beta = 2L_0/(3L_1)`.
+    With :math:`\eta = 1/L_1` and :math:`\beta = L_0/L_1`.
 
     Example:
         >>> normalized_from_smoothness(L0=3.0, L1=2.0)
-        {'lr': 0.333..., 'offset': 1.0}
+        {'lr': 0.5, 'offset': 1.5}
     """
     check_positive("L0", L0)
     check_positive("L1", L1)
-    return {"lr": 1.0 / (1.5 * L1), "offset": L0 / (1.5 * L1)}
+    return {"lr": 1.0 / L1, "offset": L0 / L1}
 
 
 # What a parameter of this name may be; any other must be positive and finite.

@@ -7,6 +7,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from curvestep.notes import Note
 from curvestep.theory.certificates import certify, certify_lower_bound
 from curvestep.theory.complexity import descend, first_hit
 from curvestep.theory.problems.base import BoundedNoise
@@ -16,7 +17,14 @@ from curvestep.theory.rules import ClippedStep, FixedStep, ShiftedClippedStep
 from curvestep.theory.theorems.clipped_gd import theorem3
 from curvestep.theory.theorems.clipped_sgd import theorem7, theorem8
 from curvestep.theory.theorems.fixed_gd import remark5, theorem4, theorem6, wall_height
-from tests.theory.draws import RareNoise, draw_deterministic, draw_stochastic, log_uniform
+from curvestep.theory.theorems.guarantee import Assumption, Guarantee, in_class
+from tests.theory.draws import (
+    RareNoise,
+    draw_deterministic,
+    draw_stochastic,
+    log_uniform,
+    rotated_walls,
+)
 
 
 def kinds(certificate):
@@ -124,7 +132,7 @@ def test_a_rule_that_overshoots_breaks_the_descent_inequality():
     wall = ExponentialWall(L0=1.0, L1=1.0)
     honest = theorem3(L0=1.0, L1=1.0, gap=10.0, eps=1e-6)
     rule = ClippedStep(lr=3.0, max_norm=1.0)
-    false = replace(honest, rule=rule, decrease=lambda g: 0.5 * rule(g) * g * g)
+    false = replace(honest, rule=rule, decrease=lambda g: 0.5 * rule.at_norm(g) * g * g)
     certificate = certify(wall, false, 1.4)
     assert certificate.status == "violated"
     assert kinds(certificate) == ["decrease"]
@@ -181,3 +189,42 @@ CLASS = {"L0": 1.0, "L1": 5.0, "gap": 12.0, "eps": 0.1}
 def test_bad_input_is_named(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+def polyak(*, L0, L1, radius, gap, eps):
+    """A theorem of one's own: Polyak's step on a convex function, from within ``radius`` of its minimum at 0.
+
+    ‖x⁺ − x*‖² ≤ ‖x − x*‖² − (f − f*)²/g², and g² ≤ 2(L0 + L1 g)(f − f*).
+    """
+
+    def step(point):
+        return point.problem.gap(point.x) / point.norm**2
+
+    def near(problem, starts):
+        if np.max(problem.norm(starts)) > radius:
+            return Note("distance", f"a start is further than {radius:g} from the minimum")
+        return None
+
+    return Guarantee(
+        theorem="Polyak",
+        version="sharp",
+        bound=4 * radius**2 * (L0 / eps + L1) ** 2,
+        rule=step,
+        assumptions=(Assumption("f convex"),),
+        checks=(*in_class(L0=L0, L1=L1, gap=gap), near),
+        gap=gap,
+        eps=eps,
+    )
+
+
+def test_a_rule_may_see_the_point_and_a_theorem_may_check_what_it_needs():
+    rng = np.random.default_rng(0)
+    problem = rotated_walls(L0=1.0, L1=2.0, dim=3)
+    starts = rng.normal(size=(20, 3))
+    numbers = dict(L0=1.0, L1=2.0, gap=float(problem.gap(starts).max()), eps=1e-3)
+    radius = float(problem.norm(starts).max())
+    certificate = certify(problem, polyak(**numbers, radius=radius), starts)
+    assert certificate.status == "holds"
+    assert certificate.measured > 3
+    assert kinds(certify(problem, polyak(**numbers, radius=radius / 2), starts)) == ["distance"]
+    assert "its own step" in str(polyak(**numbers, radius=radius))

@@ -14,11 +14,13 @@ from curvestep.theory.complexity import (
     first_hits,
     hitting_time,
     walk,
+    worst_case_complexity,
 )
 from curvestep.theory.problems.base import BoundedNoise
 from curvestep.theory.problems.polynomials import Quadratic, Quartic
 from curvestep.theory.problems.walls import ExponentialWall
 from curvestep.theory.rules import ClippedStep, FixedStep, NormalizedStep
+from curvestep.theory.theorems.clipped_gd import theorem3
 from tests.theory.draws import rotated_walls
 
 
@@ -158,3 +160,35 @@ def test_every_noise_value_is_used_once_across_blocks():
 def test_bad_input_is_named(call, words):
     with pytest.raises(ValueError, match=words):
         call()
+
+
+@pytest.mark.slow
+def test_complexity_lies_below_theorem_3_on_500_random_classes():
+    rng = np.random.default_rng(0)
+    for _ in range(500):
+        L0, L1 = 10 ** rng.uniform(-1, 1, 2)
+        wall = ExponentialWall(L0=L0, L1=L1)
+        starts = rng.uniform(0.2, 3, 3) / L1
+        gap = float(wall.gap(starts).max())
+        eps = 10 ** rng.uniform(-1, -0.3) * float(wall.grad_norm(starts).min())
+        upper = theorem3(L0=L0, L1=L1, gap=gap, eps=eps, version="sharp")
+        family = [(wall, x0) for x0 in starts]
+        worst = worst_case_complexity([upper.rule], family, gap=gap, eps=eps, max_steps=300)
+        assert 0 < worst <= upper.bound
+        # More settings can only lower it, more functions only raise it.
+        rules = [upper.rule, FixedStep(lr=1 / L0)]
+        assert worst_case_complexity(rules, family, gap=gap, eps=eps, max_steps=300) <= worst
+        assert worst_case_complexity([upper.rule], family[:1], gap=gap, eps=eps, max_steps=300) <= worst
+
+
+def test_complexity_of_clipping_is_below_that_of_fixed_steps():
+    wall_of_ten = ExponentialWall(L0=1.0, L1=1.0)
+    family = [(wall_of_ten, 6.0), (Quadratic([0.01]), [10.0])]
+    gap = float(wall_of_ten.gap(np.array(6.0)))
+    steps = [FixedStep(lr=lr) for lr in (0.01, 0.018, 0.03)]  # the smallest are too slow, the largest diverge
+    fixed = worst_case_complexity(steps, family, gap=gap, eps=0.01, max_steps=20_000)
+    rules = [ClippedStep(lr=lr, max_norm=1 / lr) for lr in (0.5, 1.0)]
+    clipped = worst_case_complexity(rules, family, gap=gap, eps=0.01)
+    assert 5 * clipped < fixed < math.inf
+    with pytest.raises(ValueError, match="above its minimum"):
+        worst_case_complexity([FixedStep(lr=1.0)], family, gap=1.0, eps=0.01)

@@ -1,4 +1,4 @@
-"""ℓ-smoothness: closed forms, random certificates, refused laws; the complexity of equation 9."""
+"""ℓ-smoothness: closed forms, certificates on random laws, what is refused, and how far the steps can go."""
 
 import math
 from dataclasses import replace
@@ -6,81 +6,253 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from curvestep.theory.complexity import worst_case_complexity
-from curvestep.theory.problems.polynomials import Quadratic
+from curvestep.theory.certificates import certify
+from curvestep.theory.complexity import descend, first_hits
+from curvestep.theory.problems.formula import FormulaProblem
 from curvestep.theory.problems.walls import ExponentialWall, SlowValley
-from curvestep.theory.rules import ClippedStep, FixedStep, LogarithmicStep
+from curvestep.theory.rules import FixedStep, LogarithmicStep
 from curvestep.theory.theorems.clipped_gd import theorem3
-from curvestep.theory.theorems.ell_smooth import EllGuarantee, certify_ell, ell_decrease, ell_smooth, ell_step
+from curvestep.theory.theorems.ell_smooth import (
+    ell_decrease,
+    ell_gradient_bound,
+    ell_height,
+    ell_secant,
+    ell_smooth,
+    ell_step,
+)
+from curvestep.theory.theorems.fixed_gd import gradient_bound, theorem6, wall_height
 from curvestep.theory.theorems.guarantee import AssumptionError
+from tests.theory.draws import Rotated, log_uniform
+from tests.theory.laws import Affine, LawProblem, Piecewise, Power, Separable, Square, draw_law
+
+STEPS = ["constant", "secant", "doubling", "adaptive"]
 
 
-def wall(rng):
-    """f'' = L0 + L1 |f'|, with equality."""
-    L0, L1 = 10 ** rng.uniform(-1, 1, 2)
-    value = lambda x: L0 / L1**2 * (np.expm1(L1 * np.abs(x)) - L1 * np.abs(x))  # noqa: E731
-    gradient = lambda x: L0 / L1 * np.expm1(L1 * np.abs(x)) * np.sign(x)  # noqa: E731
-    curvature = lambda x: L0 * np.exp(L1 * np.abs(x))  # noqa: E731
-    return value, gradient, curvature, lambda u: L0 + L1 * u, rng.uniform(1, 4) / L1
+def draw(rng):
+    """A law, a random function that keeps it, and how far it goes."""
+    law = draw_law(rng)
+    steepest = log_uniform(rng, 0.5, 8)
+    reach = float(law.length(steepest))
+    return law, LawProblem(law, rng, reach=reach), steepest
 
 
-def power(rng):
-    """μx²/2 + |x|ᵖ/p: exponents of ℓ from 1/3 to 6/7."""
-    mu, p = 10 ** rng.uniform(-1, 1), rng.uniform(2.5, 8)
-    value = lambda x: mu * x**2 / 2 + np.abs(x) ** p / p  # noqa: E731
-    gradient = lambda x: mu * x + np.abs(x) ** (p - 1) * np.sign(x)  # noqa: E731
-    curvature = lambda x: mu + (p - 1) * np.abs(x) ** (p - 2)  # noqa: E731
-    return value, gradient, curvature, lambda u: mu + (p - 1) * u ** ((p - 2) / (p - 1)), rng.uniform(1, 4)
+def starts_of(problem, rng, num):
+    return rng.uniform(problem.knots[0], problem.knots[-1], size=num)
 
 
-def barrier(rng):
-    """(1 − x²)^−q, whose law has an exponent (q + 2)/(q + 1), between 1 and 2; its constants on a grid."""
-    q = rng.uniform(0.5, 3)
-    alpha = (q + 2) / (q + 1)
-
-    def inside(x):
-        return np.where(np.abs(x) < 1, 1 - np.minimum(x * x, 1), np.nan)
-
-    value = lambda x: inside(x) ** -q  # noqa: E731
-    gradient = lambda x: 2 * q * x * inside(x) ** (-q - 1)  # noqa: E731
-    curvature = lambda x: 2 * q * (inside(x) + 2 * (q + 1) * x**2) * inside(x) ** (-q - 2)  # noqa: E731
-    x = 1 - np.geomspace(1, 1e-9, 20_000)
-    bent, slope = curvature(x), gradient(x)
-    steep = 1.1 * float(np.max(bent[slope > 1e6] / slope[slope > 1e6] ** alpha))
-    flat = 1.01 * float(np.max(bent - steep * slope**alpha))
-    return value, gradient, curvature, lambda u: max(flat, 1e-6) + steep * u**alpha, rng.uniform(0.2, 0.7)
+def certificates(num, rng):
+    """Certificates of every step on random laws, starts of one function side by side."""
+    for _ in range(num):
+        law, problem, steepest = draw(rng)
+        starts = starts_of(problem, rng, 8)
+        gap = float(problem.gap(starts).max())
+        eps = steepest * log_uniform(rng, 0.01, 0.5)
+        for step in STEPS:
+            yield certify(problem, ell_smooth(law, gap=gap, eps=eps, step=step), starts, max_steps=1000)
 
 
-# Six cases of a hundred or more that hold: over 600 certificates, hypotheses checked along every step.
-@pytest.mark.parametrize("make", [wall, power, barrier])
-@pytest.mark.parametrize("step", ["adaptive", "constant"])
-def test_random_certificates_hold(make, step):
+def several_dimensions(num, rng):
+    """The same where the functions of the coordinates keep one law, seen in a rotated frame."""
+    for _ in range(num):
+        law, first, steepest = draw(rng)
+        dim = int(rng.integers(2, 7))
+        parts = [first, *[LawProblem(law, rng, reach=float(law.length(steepest))) for _ in range(dim - 1)]]
+        problem = Separable(parts)
+        starts = np.stack([starts_of(part, rng, 8) for part in parts], axis=-1)
+        gap = float(problem.gap(starts).max())
+        eps = steepest * log_uniform(rng, 0.05, 0.7)
+        rotated = Rotated(problem, int(rng.integers(1000)))
+        rotated.minimum = problem.minimum
+        turned = starts @ rotated.rotation
+        for step in STEPS:
+            try:
+                guarantee = ell_smooth(law, gap=gap, eps=eps, step=step)
+            except AssumptionError:  # the law bounds no gradient in so large a gap
+                assert law.height(1e80) <= gap
+                continue
+            yield certify(rotated, guarantee, turned, max_steps=1000)
+
+
+def check(found, least):
+    found = list(found)
+    assert {certificate.status for certificate in found} <= {"holds", "undecided"}
+    held = [certificate for certificate in found if certificate.status == "holds"]
+    assert len(held) >= least
+    assert sum(certificate.measured > 0 for certificate in held) >= least / 2
+    assert max(certificate.descent_excess or 0.0 for certificate in found) <= 1e-9
+
+
+def test_certificates_hold_on_random_laws():
+    check(certificates(25, np.random.default_rng(0)), least=70)
+
+
+def test_certificates_hold_in_several_dimensions():
+    check(several_dimensions(10, np.random.default_rng(1)), least=25)
+
+
+@pytest.mark.slow
+def test_certificates_hold_on_500_random_laws():
+    check(certificates(500, np.random.default_rng(2)), least=1500)
+
+
+@pytest.mark.slow
+def test_certificates_hold_in_several_dimensions_on_200_random_laws():
+    check(several_dimensions(200, np.random.default_rng(3)), least=500)
+
+
+def test_no_gradient_is_higher_than_its_gap_allows_and_some_reach_it():
     rng = np.random.default_rng(0)
-    found = []
-    for _ in range(130):
-        value, gradient, curvature, ell, x0 = make(rng)
-        gap = float(value(np.array(x0)) - value(np.array(0.0)))
-        start = abs(float(gradient(np.array(x0))))
-        guarantee = ell_smooth(ell, gap=gap, eps=10 ** rng.uniform(-1, -0.1) * start, step=step)
-        assert start <= guarantee.M * (1 + 1e-9)
-        found.append(certify_ell(guarantee, value, gradient, curvature, x0, max_steps=300)[0])
-    assert set(found) <= {"holds", "undecided"}
-    assert found.count("holds") >= 100
+    closest = []
+    for _ in range(40):
+        law, problem, _ = draw(rng)
+        x = starts_of(problem, rng, 200)
+        gap = problem.gap(x)
+        share = law.height(problem.grad_norm(x))[gap > 1e-9] / gap[gap > 1e-9]
+        assert share.max() <= 1 + 1e-7
+        closest.append(share.max())
+    assert np.mean(np.array(closest) > 0.999) > 0.3
+
+
+@pytest.mark.parametrize(
+    "law",
+    [Affine(0.7, 3.0), Square(0.5, 2.0), Power(1.3, 0.2, 1.8), Piecewise([0, 1, 1.5, 4], [1, 1.1, 6, 7])],
+)
+def test_height_and_gradient_bound_are_their_closed_forms(law):
+    for u in (0.01, 1.0, 3.7):
+        assert ell_height(law, u) == pytest.approx(law.height(u), rel=1e-10)
+        assert ell_gradient_bound(law, float(law.height(u))) == pytest.approx(u, rel=1e-9)
+
+
+def test_affine_law_gives_the_wall_and_the_gradient_bound():
+    law = Affine(0.7, 3.0)
+    assert ell_height(law, 5.0) == pytest.approx(wall_height(5.0, L0=0.7, L1=3.0), rel=1e-12)
+    assert ell_gradient_bound(law, 2.0) == pytest.approx(gradient_bound(2.0, L0=0.7, L1=3.0), rel=1e-9)
+
+
+def test_affine_law_gives_theorems_3_and_6_in_their_sharp_forms():
+    numbers = dict(gap=2.0, eps=0.01)
+    secant = ell_smooth(Affine(0.7, 3.0), **numbers, step="secant")
+    sharp = theorem3(L0=0.7, L1=3.0, **numbers, version="sharp", form="smooth")
+    assert secant.bound == pytest.approx(sharp.bound, rel=1e-9)
+    g = np.geomspace(0.01, secant.M, 50)
+    np.testing.assert_allclose(secant.rule.at_norm(g), sharp.rule.at_norm(g), rtol=1e-12)
+    constant = ell_smooth(Affine(0.7, 3.0), **numbers, step="constant")
+    assert constant.bound == pytest.approx(theorem6(L0=0.7, L1=3.0, **numbers, version="sharp").bound)
+
+
+def test_without_a_largest_norm_the_doubling_step_of_an_affine_law_is_logarithmic():
+    g = np.geomspace(1e-3, 1e3, 20)
+    np.testing.assert_allclose(ell_step(Affine(0.5, 2.0), g), LogarithmicStep(L0=0.5, L1=2.0).at_norm(g))
+    np.testing.assert_allclose(ell_decrease(lambda u: 3.0 + 0 * u, g), g**2 / 6)
+    assert np.all(ell_decrease(lambda u: 0.5 + u**1.5, g) >= g**2 / (2 * (0.5 + (2 * g) ** 1.5)))
+
+
+@pytest.mark.parametrize("step", STEPS)
+def test_constant_law_gives_the_classical_bound(step):
+    guarantee = ell_smooth(lambda u: 3.0 + 0 * u, gap=2.0, eps=0.1, step=step)
+    assert guarantee.bound == pytest.approx(2 * 3 * 2 / 0.01)
+    np.testing.assert_allclose(guarantee.rule.at_norm(np.array([0.1, 1.0])), 1 / 3)
+    assert guarantee.M == pytest.approx(math.sqrt(2 * 3 * 2))
+
+
+def test_law_of_log_cosine_has_a_bound_and_descent_arrives():
+    f = FormulaProblem(
+        lambda x: -np.log(np.cos(x)), np.tan, lambda x: 1 / np.cos(x) ** 2, minimum=0.0, name="−ln cos"
+    )
+    guarantee = ell_smooth(lambda u: 1 + u**2, gap=1.0, eps=1e-3, step="constant")
+    assert pytest.approx(math.sqrt(math.e**2 - 1), rel=1e-12) == guarantee.M
+    assert guarantee.bound == pytest.approx(2 * math.e**2 / 1e-6)
+    certificate = certify(f, guarantee, math.acos(math.exp(-1)))
+    assert (certificate.status, certificate.measured) == ("holds", 47)
+
+
+def test_a_law_may_vanish_at_zero_and_the_function_need_no_minimum():
+    # f = 4/x on the positive numbers has |f''| = |f'|^1.5, and its gradient is as steep as its gap allows.
+    for x in (0.1, 1.0, 30.0):
+        assert ell_gradient_bound(lambda u: u**1.5, 4 / x) == pytest.approx(4 / x**2, rel=1e-9)
+
+
+def test_fast_laws_prefer_the_doubling_step():
+    height = 2 * math.sqrt(20)  # of a gradient norm of 20
+    bounds = {s: ell_smooth(lambda u: u**1.5, gap=height, eps=0.01, step=s).bound for s in STEPS}
+    assert bounds["adaptive"] == bounds["doubling"] == pytest.approx(260.7, rel=1e-3)
+    assert bounds["secant"] == pytest.approx(8000, rel=0.01)
+
+
+def test_secant_is_the_law_where_the_ratio_falls_and_never_too_small():
+    g = np.geomspace(0.01, 5, 300)
+    concave = Power(1.0, 0.3, 0.5)
+    np.testing.assert_array_equal(ell_secant(concave, 5.0, least=0.01)(g), concave(g))
+    rng = np.random.default_rng(0)
+    for _ in range(20):
+        law = draw_law(rng)
+        k = ell_secant(law, 5.0, least=0.01)(g)
+        v = np.geomspace(0.01, 5, 5000)
+        exact = g * np.array([np.max(law(v[v >= low]) / v[v >= low]) for low in g])
+        assert (k >= exact * (1 - 1e-9)).all()
+        assert (k <= np.maximum(exact, law(g)) * 1.02).all()
+
+
+def test_steps_below_twice_the_inverse_law_lower_f():
+    rng = np.random.default_rng(0)
+    for _ in range(60):
+        law, problem, _ = draw(rng)
+        starts = starts_of(problem, rng, 30)
+        M = ell_gradient_bound(law, float(problem.gap(starts).max()))
+        runs = descend(problem, FixedStep(lr=1.99 / float(law(M))), starts, 20)
+        assert (np.diff(problem.value(runs.points), axis=0) <= 1e-9).all()
+        assert runs.grad_norms.max() <= M * (1 + 1e-9)
+
+
+def test_in_one_dimension_the_wall_decides_how_far_a_step_may_go():
+    # The limit is 2R(M)/M, R(u) the integral of 1/ℓ: 3.2 times 2/ℓ(M) here.
+    law, M = Affine(1.0, 1.0), 20.0
+    limit = 2 * float(law.length(M)) / M
+    wall = ExponentialWall(L0=1.0, L1=1.0)
+    assert limit == pytest.approx(wall.largest_step(M=M))
+    assert limit * float(law(M)) / 2 == pytest.approx(3.2, abs=0.01)
+    hits = first_hits(wall, FixedStep(lr=limit * np.array([0.999, 1.001])), wall.start(M=M), 1e-3, 10_000)
+    assert list(np.isfinite(hits)) == [True, False]
+
+
+def test_in_two_dimensions_a_step_as_long_as_the_walls_raises_f():
+    # f = e^(−δx)(cosh y + 1/δ): the gradient turns round zero instead of passing through it.
+    delta, L0, L1 = 0.3, 1e-6, 1.0440
+
+    def value(x, y):
+        return math.exp(-delta * x) * (math.cosh(y) + 1 / delta)
+
+    def gradient(x, y):
+        return np.array([-delta * value(x, y), math.exp(-delta * x) * math.sinh(y)])
+
+    def hessian(x, y):
+        mixed = -delta * math.sinh(y)
+        bent = math.cosh(y)
+        return math.exp(-delta * x) * np.array([[delta**2 * (bent + 1 / delta), mixed], [mixed, bent]])
+
+    for y in np.linspace(-8, 8, 401):  # both sides scale alike with x
+        assert np.linalg.norm(hessian(0, y), 2) <= L1 * np.linalg.norm(gradient(0, y)) * (1 + 1e-9)
+    start = np.array([0.0, -1.3])
+    law = Affine(L0, L1)
+    M = ell_gradient_bound(law, value(*start))
+    steps = (1 / law(M), 1.99 / law(M), 2 * law.length(M) / M)
+    changes = [value(*(start - h * gradient(*start))) - value(*start) for h in steps]
+    assert changes == pytest.approx([-0.81, -1.40, 92.8], abs=0.05)
 
 
 def test_false_hypotheses_and_broken_promises_are_caught():
-    value, gradient, curvature, ell, x0 = wall(np.random.default_rng(0))
-    gap = float(value(np.array(x0)))
-    eps = 1e-3 * float(gradient(np.array(x0)))
-    small = ell_smooth(lambda u: ell(u) / 20, gap=gap, eps=eps)
-    assert certify_ell(small, value, gradient, curvature, x0)[0] == "outside-class"
-    near = ell_smooth(ell, gap=gap / 20, eps=eps)
-    assert certify_ell(replace(near, M=np.inf), value, gradient, curvature, x0)[0] == "outside-class"
-    right = ell_smooth(ell, gap=gap, eps=eps)
-    steep = gradient(np.array(x0)) / 2
-    for wrong in ({"bound": 1.0}, {"M": float(steep)}):
-        assert certify_ell(replace(right, **wrong), value, gradient, curvature, x0)[0] == "violated"
-    assert certify_ell(right, value, gradient, curvature, x0, max_steps=1)[0] == "undecided"
+    wall = ExponentialWall(L0=1.0, L1=2.0)
+    law = Affine(1.0, 2.0)
+    x0 = 1.5
+    gap = float(wall.gap(np.array(x0)))
+    kinds = lambda guarantee: [note.kind for note in certify(wall, guarantee, x0).reasons]  # noqa: E731
+    assert "outside-class" in kinds(ell_smooth(lambda u: law(u) / 20, gap=gap, eps=1e-2))
+    assert kinds(ell_smooth(law, gap=gap / 20, eps=1e-2)) == ["gap"]
+    right = ell_smooth(law, gap=gap, eps=1e-2)
+    assert kinds(replace(right, M=right.M / 2)) == ["gradient-norm"]
+    assert kinds(replace(right, bound=1.0)) == ["slower"]
+    assert "decrease" in kinds(replace(right, decrease=lambda g: 3 * right.decrease(g)))
+    assert certify(wall, right, x0, max_steps=1).status == "undecided"
 
 
 def test_iterations_are_seen_to_grow_like_one_over_eps_squared():
@@ -89,72 +261,26 @@ def test_iterations_are_seen_to_grow_like_one_over_eps_squared():
     for eps in (0.1, 0.03, 0.01):
         valley = SlowValley(eps)
         x0 = 1 + 3 / eps
-        gap = float(valley.gap(np.array(x0)))
-        guarantee = ell_smooth(lambda u: 1.0 + u, gap=gap, eps=eps)
-        functions = valley.value, valley.gradient, valley.hessian_norm
-        status, num = certify_ell(guarantee, *functions, x0)
-        assert status == "holds"
-        taken.append(num)
+        guarantee = ell_smooth(lambda u: 1.0 + u, gap=float(valley.gap(np.array(x0))), eps=eps)
+        certificate = certify(valley, guarantee, x0)
+        assert certificate.status == "holds"
+        taken.append(certificate.measured)
         bounds.append(guarantee.bound)
     slope = np.polyfit(np.log([0.1, 0.03, 0.01]), np.log(taken), 1)[0]
     assert slope == pytest.approx(-2, abs=0.15)
     assert np.all(np.array(bounds) / taken < 10)
 
 
-def test_affine_law_gives_the_logarithmic_step_and_a_constant_the_classical_bounds():
-    g = np.geomspace(1e-3, 1e3, 20)
-    log_step = LogarithmicStep(L0=0.5, L1=2.0)
-    np.testing.assert_allclose(ell_step(lambda u: 0.5 + 2 * u, g), log_step(g), rtol=1e-10)
-    np.testing.assert_allclose(ell_decrease(lambda u: 3.0 + 0 * u, g), g**2 / 6)
-    assert np.all(ell_decrease(lambda u: 0.5 + u**1.5, g) >= g**2 / (2 * (0.5 + (2 * g) ** 1.5)))
-    for step in ("adaptive", "constant"):
-        guarantee = ell_smooth(lambda u: 3.0 + 0 * u, gap=2.0, eps=0.1, step=step)
-        assert isinstance(guarantee, EllGuarantee)
-        assert guarantee.bound == pytest.approx(2 * 3 * 2 / 0.01)
-        np.testing.assert_allclose(guarantee.step_size(g), 1 / 3)
-        assert guarantee.M == pytest.approx(math.sqrt(2 * 3 * 2))
+def test_a_fast_law_bounds_gradients_in_small_gaps_only():
+    fast = lambda u: 1 + u**2.5  # noqa: E731  # its integral of u/ℓ is 2.14
+    assert ell_gradient_bound(fast, 0.5) < math.inf
+    with pytest.raises(AssumptionError, match="bounds no gradient"):
+        ell_smooth(fast, gap=3.0, eps=0.1)
 
 
 @pytest.mark.parametrize(
-    ("ell", "words"),
-    [
-        (lambda u: 1 + u**2.5, "more slowly than a square"),
-        (lambda u: 1 / (1 + u), "nondecreasing"),
-        (lambda u: 0 * u, "positive"),
-    ],
+    ("ell", "words"), [(lambda u: 1 / (1 + u), "nondecreasing"), (lambda u: 0 * u, "positive")]
 )
-def test_laws_without_a_bound_are_refused(ell, words):
+def test_laws_that_are_none_are_refused(ell, words):
     with pytest.raises(AssumptionError, match=words):
         ell_smooth(ell, gap=1.0, eps=0.1)
-
-
-@pytest.mark.slow
-def test_complexity_lies_below_theorem_3_on_500_random_classes():
-    rng = np.random.default_rng(0)
-    for _ in range(500):
-        L0, L1 = 10 ** rng.uniform(-1, 1, 2)
-        wall = ExponentialWall(L0=L0, L1=L1)
-        starts = rng.uniform(0.2, 3, 3) / L1
-        gap = float(wall.gap(starts).max())
-        eps = 10 ** rng.uniform(-1, -0.3) * float(wall.grad_norm(starts).min())
-        upper = theorem3(L0=L0, L1=L1, gap=gap, eps=eps, version="sharp")
-        family = [(wall, x0) for x0 in starts]
-        worst = worst_case_complexity([upper.rule], family, gap=gap, eps=eps, max_steps=300)
-        assert 0 < worst <= upper.bound
-        # More settings can only lower it, more functions only raise it.
-        rules = [upper.rule, FixedStep(lr=1 / L0)]
-        assert worst_case_complexity(rules, family, gap=gap, eps=eps, max_steps=300) <= worst
-        assert worst_case_complexity([upper.rule], family[:1], gap=gap, eps=eps, max_steps=300) <= worst
-
-
-def test_complexity_of_clipping_is_below_that_of_fixed_steps():
-    wall_of_ten = ExponentialWall(L0=1.0, L1=1.0)
-    family = [(wall_of_ten, 6.0), (Quadratic([0.01]), [10.0])]
-    gap = float(wall_of_ten.gap(np.array(6.0)))
-    steps = [FixedStep(lr=lr) for lr in (0.01, 0.018, 0.03)]  # the smallest are too slow, the largest diverge
-    fixed = worst_case_complexity(steps, family, gap=gap, eps=0.01, max_steps=20_000)
-    rules = [ClippedStep(lr=lr, max_norm=1 / lr) for lr in (0.5, 1.0)]
-    clipped = worst_case_complexity(rules, family, gap=gap, eps=0.01)
-    assert 5 * clipped < fixed < math.inf
-    with pytest.raises(ValueError, match="above its minimum"):
-        worst_case_complexity([FixedStep(lr=1.0)], family, gap=1.0, eps=0.01)

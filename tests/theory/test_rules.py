@@ -5,15 +5,17 @@ import pytest
 from hypothesis import given, strategies as st
 
 from curvestep import steps
+from curvestep.theory.problems.polynomials import Quartic
 from curvestep.theory.rules import (
     ClippedStep,
     FixedStep,
     LogarithmicStep,
     NormalizedStep,
+    Point,
     ShiftedClippedStep,
     SmoothClippedStep,
 )
-from curvestep.theory.theorems.clipped_gd import guaranteed_decrease
+from curvestep.theory.theorems.clipped_gd import taylor_decrease
 
 positive = st.floats(1e-6, 1e6)
 
@@ -21,10 +23,10 @@ positive = st.floats(1e-6, 1e6)
 # Row 9.
 @given(g=positive, a=positive, b=positive)
 def test_rules_are_those_of_steps(g, a, b):
-    assert FixedStep(lr=a)(g) == steps.fixed_step(g, lr=a)
-    assert ClippedStep(lr=a, max_norm=b)(g) == steps.clipped_step(g, lr=a, max_norm=b)
-    assert NormalizedStep(lr=a, offset=b)(g) == steps.normalized_step(g, lr=a, offset=b)
-    assert SmoothClippedStep(L0=a, L1=b)(g) == steps.smooth_clipped_step(g, L0=a, L1=b)
+    assert FixedStep(lr=a).at_norm(g) == steps.fixed_step(g, lr=a)
+    assert ClippedStep(lr=a, max_norm=b).at_norm(g) == steps.clipped_step(g, lr=a, max_norm=b)
+    assert NormalizedStep(lr=a, offset=b).at_norm(g) == steps.normalized_step(g, lr=a, offset=b)
+    assert SmoothClippedStep(L0=a, L1=b).at_norm(g) == steps.smooth_clipped_step(g, L0=a, L1=b)
 
 
 @given(
@@ -50,26 +52,29 @@ def test_stepping_many_points_is_the_formula_one_by_one(g, a, b, c):
             float(rule.function(float(norm), **dict(zip(rule.parameters, map(float, values), strict=True))))
             for norm, *values in points
         ]
-        np.testing.assert_allclose(rule.stepper(norms.shape)(norms.copy()), one_by_one, rtol=1e-12)
-        np.testing.assert_allclose(rule(norms), one_by_one, rtol=1e-12)
+        point = Point(norms, norms, norms.copy(), Quartic())
+        np.testing.assert_allclose(rule.stepper(norms.shape)(point), one_by_one, rtol=1e-12)
+        np.testing.assert_allclose(rule(point), one_by_one, rtol=1e-12)
+        np.testing.assert_allclose(rule.at_norm(norms), one_by_one, rtol=1e-12)
 
 
 def test_shifted_clipping_is_its_formula_and_an_infinite_threshold_never_clips():
     g = np.array([0.0, 1.0, 9.0, 1e300, np.inf])
-    h = ShiftedClippedStep(lr=0.5, cap=1.0, shift=1.0)(g)
+    h = ShiftedClippedStep(lr=0.5, cap=1.0, shift=1.0).at_norm(g)
     np.testing.assert_allclose(h, np.minimum(0.5, 1.0 / (g + 1.0)), rtol=1e-15)
-    assert ShiftedClippedStep(lr=0.5, cap=1.0, shift=0.0)(0.0) == 0.5
+    assert ShiftedClippedStep(lr=0.5, cap=1.0, shift=0.0).at_norm(0.0) == 0.5
     thresholds = np.array([1.0, np.inf])
+    huge = np.array([1e308, 1e308])
     for rule in (ClippedStep(lr=0.5, max_norm=thresholds), ShiftedClippedStep(0.5, thresholds, 0.0)):
-        assert rule(np.array([1e308, 1e308]))[1] == 0.5
-        assert rule.stepper((2,))(np.array([1e308, 1e308]))[1] == 0.5
+        assert rule.at_norm(np.array([1e308, 1e308]))[1] == 0.5
+        assert rule.stepper((2,))(Point(huge, huge, huge, Quartic()))[1] == 0.5
 
 
 @given(g=positive, L0=positive, L1=positive, factor=st.floats(0.5, 2.0))
-def test_logarithmic_step_has_the_largest_guaranteed_decrease(g, L0, L1, factor):
-    h = LogarithmicStep(L0=L0, L1=L1)(g)
-    best = guaranteed_decrease(h, g, L0=L0, L1=L1)
-    assert guaranteed_decrease(factor * h, g, L0=L0, L1=L1) <= best * (1 + 1e-9)
+def test_logarithmic_step_has_the_largest_decrease_by_taylor(g, L0, L1, factor):
+    h = LogarithmicStep(L0=L0, L1=L1).at_norm(g)
+    best = taylor_decrease(h, g, L0=L0, L1=L1)
+    assert taylor_decrease(factor * h, g, L0=L0, L1=L1) <= best * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(

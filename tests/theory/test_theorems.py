@@ -15,7 +15,9 @@ from curvestep.theory.theorems.clipped_gd import (
     guaranteed_decrease,
     ngd_equivalence,
     normalized_gd,
+    taylor_decrease,
     theorem3,
+    wall_decrease,
 )
 from curvestep.theory.theorems.clipped_sgd import theorem7, theorem8
 from curvestep.theory.theorems.fixed_gd import (
@@ -36,32 +38,51 @@ SHARP_FORMS = ["clipped", "smooth", "logarithmic"]
 
 # Row 12.
 @pytest.mark.parametrize(
-    ("rule", "constant"),
+    ("rule", "constants"),
     [
-        (ClippedStep(lr=0.1, max_norm=1.0), 10.55),
-        (ClippedStep(lr=0.5, max_norm=2 / 3), 3.69),
-        (ClippedStep(lr=0.5, max_norm=1.0), 2.85),
-        (ClippedStep(lr=0.5, max_norm=1.14), 2.69),
-        (SmoothClippedStep(L0=1.0, L1=1.0), 2.59),
-        (LogarithmicStep(L0=1.0, L1=1.0), 2.59),
-        (NormalizedStep(lr=1.0, offset=1.0), 3.55),  # 1/(L0 + L1 g)
-        (ClippedStep(lr=1.0, max_norm=1.0), math.inf),  # the common mistake
+        (ClippedStep(lr=0.1, max_norm=1.0), (10.55, 10.53, 10.53)),
+        (ClippedStep(lr=0.5, max_norm=2 / 3), (3.69, 3.6, 3.53)),
+        (ClippedStep(lr=0.5, max_norm=1.0), (2.85, 8 / 3, 8 / 3)),
+        (ClippedStep(lr=0.5, max_norm=1.14), (2.69, 2.69, 8 / 3)),
+        (NormalizedStep(lr=2 / 3, offset=2 / 3), (2.59, 2.25, 2.055)),  # 1/(L0 + 1.5 L1 g)
+        (LogarithmicStep(L0=1.0, L1=1.0), (2.59, 2.21, 2.0)),
+        (SmoothClippedStep(L0=1.0, L1=1.0), (3.55, 2.0, 2.0)),  # 1/(L0 + L1 g)
     ],
 )
-def test_constants_of_the_step_rules(rule, constant):
-    assert descent_constant(rule) == pytest.approx(constant, abs=0.005)
+def test_constants_of_the_step_rules(rule, constants):
+    promises = (taylor_decrease, guaranteed_decrease, wall_decrease)
+    found = [descent_constant(rule, decrease=promise) for promise in promises]
+    assert found == pytest.approx(constants, abs=0.005)
+
+
+def test_no_proof_covers_a_step_of_1_over_L0_up_to_the_threshold_L0_over_L1():
+    assert descent_constant(ClippedStep(lr=1.0, max_norm=1.0)) == math.inf
 
 
 def test_constants_used_in_bounds_are_rounded_up():
     assert descent_constant(ClippedStep(lr=0.5, max_norm=1.14)) <= 2.693
-    assert descent_constant(LogarithmicStep(L0=1.0, L1=1.0)) <= 2.5888
-    assert descent_constant(ClippedStep(lr=0.5, max_norm=1.14)) > 2.69  # which is why 2.69 will not do
+    assert descent_constant(LogarithmicStep(L0=1.0, L1=1.0)) <= 2.2079
+    assert descent_constant(SmoothClippedStep(L0=1.0, L1=1.0)) <= 2.0 * (1 + 1e-9)
 
 
 @given(g=positive, L0=positive, L1=positive)
 def test_smooth_clip_is_sure_of_its_decrease(g, L0, L1):
-    sure = guaranteed_decrease(1 / (L0 + 1.5 * L1 * g), g, L0=L0, L1=L1)
-    assert sure >= g * g / (2 * L0 + 3 * L1 * g) * (1 - 1e-9)
+    sure = guaranteed_decrease(1 / (L0 + L1 * g), g, L0=L0, L1=L1)
+    assert sure == pytest.approx(g * g / (2 * (L0 + L1 * g)))
+
+
+@given(g=positive, L0=positive, L1=positive, factor=st.floats(0.1, 3.0))
+def test_no_step_is_sure_of_more_than_the_smooth_clip(g, L0, L1, factor):
+    h = 1 / (L0 + L1 * g)
+    best = guaranteed_decrease(h, g, L0=L0, L1=L1)
+    assert guaranteed_decrease(factor * h, g, L0=L0, L1=L1) <= best * (1 + 1e-9)
+
+
+@given(g=positive, L0=positive, L1=positive, factor=st.floats(0.01, 3.0))
+def test_no_promise_exceeds_what_the_wall_gives(g, L0, L1, factor):
+    h = factor / (L0 + L1 * g)
+    sure = guaranteed_decrease(h, g, L0=L0, L1=L1)
+    assert sure <= wall_decrease(h, g, L0=L0, L1=L1) + 1e-6 * g * g * h
 
 
 @pytest.mark.parametrize(
@@ -122,7 +143,7 @@ def test_theorem3_sharp_is_below_corrected_and_the_printed_second_term_never_lea
 # Row 12, the iterations observed on x⁴.
 @pytest.mark.parametrize(
     ("version", "form", "iterations"),
-    [("corrected", "clipped", 3208), ("sharp", "clipped", 567), ("sharp", "smooth", 471)],
+    [("corrected", "clipped", 3208), ("sharp", "clipped", 567), ("sharp", "smooth", 321)],
 )
 def test_iterations_on_the_quartic_are_those_observed(version, form, iterations):
     guarantee = theorem3(L0=0.16, L1=10.0, gap=30.0**4, eps=1e-4, version=version, form=form)
@@ -149,17 +170,17 @@ def test_normalized_descent_is_biased_by_skewed_noise_where_clipping_is_not():
     # At the minimum of x²/2, noise −1 with probability 0.9 and +9 with 0.1: the mean step.
     g = np.array([-1.0, 9.0])
     rules = ClippedStep(lr=1.0, max_norm=10.0), NormalizedStep(lr=10.0, offset=10.0)
-    means = [([0.9, 0.1] * rule(np.abs(g)) * g).sum() for rule in rules]
+    means = [([0.9, 0.1] * rule.at_norm(np.abs(g)) * g).sum() for rule in rules]
     assert means == pytest.approx([0.0, 0.9 / 1.9 - 9 / 11])
 
 
 def test_normalized_gd_sharp_is_the_smooth_clip():
     numbers = dict(L0=1.3, L1=2.0, gap=1.0, eps=0.1)
-    assert normalized_gd(**numbers, version="sharp").bound == pytest.approx(2 * 1.3 / 0.01 + 3 * 2 / 0.1)
+    assert normalized_gd(**numbers, version="sharp").bound == pytest.approx(2 * (1.3 / 0.01 + 2 / 0.1))
     g = np.logspace(-3, 3, 50)
     np.testing.assert_allclose(
-        normalized_gd(**numbers, version="sharp").rule(g),
-        theorem3(**numbers, version="sharp", form="smooth").rule(g),
+        normalized_gd(**numbers, version="sharp").rule.at_norm(g),
+        theorem3(**numbers, version="sharp", form="smooth").rule.at_norm(g),
     )
 
 

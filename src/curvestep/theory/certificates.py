@@ -11,10 +11,12 @@ from numpy.typing import ArrayLike
 from curvestep.checks import check_count
 from curvestep.notes import Note
 from curvestep.theory.complexity import first_hit, first_hits, hitting_time, walk
-from curvestep.theory.problems.base import Array, BoundedNoise, Problem
+from curvestep.theory.problems.base import Array, BoundedNoise, Noise, Problem
 from curvestep.theory.rules import FixedStep
 from curvestep.theory.theorems.fixed_gd import lower_bound_pair
-from curvestep.theory.theorems.guarantee import TOLERANCE, Guarantee
+from curvestep.theory.theorems.guarantee import TOLERANCE, Guarantee, Law
+
+NUM_POINTS_OF_STEP = 9  # at which a law is asked for, along every step
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,7 +37,7 @@ def certify(
     x0: ArrayLike,
     *,
     max_steps: int = 1_000_000,
-    noise: BoundedNoise | None = None,
+    noise: Noise | None = None,
     num_runs: int = 64,
     seed: int = 0,
 ) -> Certificate:
@@ -74,10 +76,10 @@ def certify(
         )
     check_count("max_steps", max_steps)
     starts = problem.check_start(x0)
-    reasons = _class_reasons(problem, starts, guarantee)
+    reasons = _broken_checks(problem, starts, guarantee)
     if reasons:
         return _certificate(guarantee, math.inf, reasons)
-    if guarantee.tau is not None:
+    if guarantee.noisy:
         if starts.shape != problem.event_shape:
             raise ValueError(f"`x0` must be one start where there is noise, got shape {starts.shape}.")
         noise = _noise_within(noise, guarantee)
@@ -86,48 +88,94 @@ def certify(
     return _run(problem, guarantee, starts, limit, noise, seed)
 
 
+class _Run:
+    """What is seen of a run: hits, steepest gradient, and how far its steps fell short of their promises."""
+
+    def __init__(self, problem: Problem, guarantee: Guarantee, starts: Array) -> None:
+        self.problem = problem
+        self.guarantee = guarantee
+        self.hits = np.array(math.inf)
+        self.num_steps = 0
+        self.steepest = 0.0
+        self.excess = -math.inf  # of promised over measured decrease, relative; -inf where none is promised
+        self.too_curved = False  # whether the law was broken
+        # Noisy runs leave the sublevel set; only a global M says anything then.
+        self.level = math.inf if guarantee.noisy else guarantee.gap * (1 + TOLERANCE)
+        self.floor = max(1e-4 * (guarantee.gap + abs(problem.minimum)), np.finfo(float).tiny)  # of rounding
+        self._last = starts[None, ...][:0]
+
+    def add(self, start: int, block: Array) -> None:
+        """Look at the iterates from number ``start`` on."""
+        guarantee = self.guarantee
+        with np.errstate(over="ignore", invalid="ignore"):
+            joined = np.concatenate([self._last, block])
+            norms = self.problem.grad_norm(joined)
+            gaps = self.problem.gap(joined)
+            if guarantee.decrease is not None:
+                missing = np.diff(gaps, axis=0) + guarantee.decrease(norms[:-1])
+                short = missing / (gaps[:-1] + self.floor)
+                self.excess = max(self.excess, float(np.max(short, initial=-math.inf)))
+            if guarantee.law is not None:
+                self.too_curved |= _breaks_law(self.problem, guarantee.law, joined)
+        self.steepest = max(self.steepest, float(np.max(norms[gaps <= self.level], initial=0.0)))
+        self.hits = np.minimum(self.hits, start + first_hit(norms[len(joined) - len(block) :], guarantee.eps))
+        self.num_steps = start + len(block) - 1
+        self._last = block[-1:].copy()
+
+    def broken_promises(self) -> list[Note]:
+        """What was met that the guarantee excludes."""
+        notes = []
+        if self.too_curved:
+            text = f"{self.problem.name} has a Hessian norm above the law on the way"
+            notes.append(Note("outside-class", text))
+        if self.guarantee.M is not None and self.steepest > self.guarantee.M * (1 + TOLERANCE):
+            text = f"a gradient norm of {self.steepest:g} was met, and M = {self.guarantee.M:g} is claimed"
+            notes.append(Note("gradient-norm", text))
+        if self.excess > TOLERANCE:
+            text = f"a step fell short of the promised decrease by {self.excess:.2g} of f − f*"
+            notes.append(Note("decrease", text))
+        return notes
+
+
 def _run(
-    problem: Problem, guarantee: Guarantee, starts: Array, limit: int, noise: BoundedNoise | None, seed: int
+    problem: Problem, guarantee: Guarantee, starts: Array, limit: int, noise: Noise | None, seed: int
 ) -> Certificate:
     assert guarantee.rule is not None
-    hits, excess, steepest, num_steps = np.array(math.inf), -math.inf, 0.0, 0
-    level, enough, many = guarantee.gap * (1 + TOLERANCE), 1 - 1e-9, "in all of them"
-    if guarantee.tau is not None:  # noisy runs leave the sublevel set; only a global M says anything then
-        level, enough, many = math.inf, 0.75, "in most runs"
-    floor = max(1e-4 * (guarantee.gap + abs(problem.minimum)), np.finfo(float).tiny)  # where rounding rules
-    last = starts[None, ...][:0]
+    run = _Run(problem, guarantee, starts)
+    enough = 0.75 if guarantee.noisy else 1 - 1e-9
     reasons: list[Note] = []
     for start, block in walk(problem, guarantee.rule, starts, limit, noise=noise, seed=seed):
-        with np.errstate(over="ignore", invalid="ignore"):
-            joined = np.concatenate([last, block])
-            norms, gaps = problem.grad_norm(joined), problem.gap(joined)
-            if guarantee.decrease is not None:
-                short = (np.diff(gaps, axis=0) + guarantee.decrease(norms[:-1])) / (gaps[:-1] + floor)
-                excess = max(excess, float(np.max(short, initial=-math.inf)))
-        steepest = max(steepest, float(np.max(norms[gaps <= level], initial=0.0)))
-        hits = np.minimum(hits, start + first_hit(norms[len(joined) - len(block) :], guarantee.eps))
-        last, num_steps = block[-1:].copy(), start + len(block) - 1
-        reasons = []
-        if guarantee.M is not None and steepest > guarantee.M * (1 + TOLERANCE):
-            text = f"a gradient norm of {steepest:g} was met, and M = {guarantee.M:g} is claimed"
-            reasons.append(Note("gradient-norm", text))
-        if excess > TOLERANCE:
-            text = f"a step fell short of the promised decrease by {excess:.2g} of f − f*"
-            reasons.append(Note("decrease", text))
-        if reasons or np.isfinite(hits).mean() > enough:
+        run.add(start, block)
+        reasons = run.broken_promises()
+        if reasons or np.isfinite(run.hits).mean() > enough:
             break
-    measured, late = float(np.max(hits)), float(np.max(hits))
-    if guarantee.tau is not None:
-        time = hitting_time(hits, confidence=0.999)
-        measured, late = time.median, time.low
-    undecided = math.isinf(late) and num_steps <= guarantee.bound
-    if late > guarantee.bound and num_steps > guarantee.bound:
-        text = f"gradient norm {guarantee.eps:g} took more than {guarantee.bound:.6g} iterations {many}"
+    measured = float(np.max(run.hits))
+    late = measured
+    which = "in all of them"
+    if guarantee.noisy:
+        time = hitting_time(run.hits, confidence=0.999)
+        measured = time.median
+        late = time.low
+        which = "in most runs"
+    if late > guarantee.bound and run.num_steps > guarantee.bound:
+        text = f"gradient norm {guarantee.eps:g} took more than {guarantee.bound:.6g} iterations {which}"
         reasons.append(Note("slower", text))
-    descent = None
-    if math.isfinite(excess):  # -inf where no decrease is promised
-        descent = excess
-    return _certificate(guarantee, measured, reasons, descent_excess=descent, undecided=undecided)
+    return _certificate(
+        guarantee,
+        measured,
+        reasons,
+        descent_excess=run.excess if math.isfinite(run.excess) else None,
+        undecided=math.isinf(late) and run.num_steps <= guarantee.bound,
+    )
+
+
+def _breaks_law(problem: Problem, law: Law, points: Array) -> bool:
+    """Whether the Hessian norm exceeds the law somewhere on the segments between these iterates."""
+    for share in np.linspace(0, 1, NUM_POINTS_OF_STEP):
+        between = points[:-1] + share * np.diff(points, axis=0)
+        if np.any(problem.hessian_norm(between) > law(problem.grad_norm(between)) * (1 + TOLERANCE)):
+            return True
+    return False
 
 
 def certify_lower_bound(
@@ -154,8 +202,8 @@ def certify_lower_bound(
         raise ValueError(f"`guarantee` must be what `theorem4` returns, got {guarantee.theorem}.")
     names = ("L0", "L1", "M", "gap", "eps", "version")
     pair = lower_bound_pair(**{name: getattr(guarantee, name) for name in names})
-    reasons = _class_reasons(pair.wall, np.array(pair.wall_start), guarantee)
-    reasons += _class_reasons(pair.valley, np.array(pair.valley_start), guarantee)
+    reasons = _broken_checks(pair.wall, np.array(pair.wall_start), guarantee)
+    reasons += _broken_checks(pair.valley, np.array(pair.valley_start), guarantee)
     if reasons:
         return _certificate(guarantee, math.inf, reasons)
     steps = np.ravel(np.asarray(fractions, dtype=np.float64)) * pair.largest_step
@@ -173,27 +221,28 @@ def certify_lower_bound(
     return _certificate(guarantee, measured, reasons)
 
 
-def _class_reasons(problem: Problem, starts: Array, guarantee: Guarantee) -> list[Note]:
-    """Why a problem and its starts are not of the class that a guarantee is about; empty if they are."""
-    reasons = []
-    needed, gap = problem.frontier(guarantee.L1), float(np.max(problem.gap(starts)))
-    if needed > guarantee.L0 * (1 + TOLERANCE):
-        claim = f"L1 = {guarantee.L1:g} needs L0 = {needed:g}, and L0 = {guarantee.L0:g} is claimed"
-        reasons.append(Note("outside-class", f"{problem.name} is not in the class: {claim}"))
-    if gap > guarantee.gap * (1 + TOLERANCE):
-        claim = f"more than the gap {guarantee.gap:g} claimed"
-        reasons.append(Note("gap", f"{problem.name} starts {gap:g} above its minimum, {claim}"))
-    return reasons
+def _broken_checks(problem: Problem, starts: Array, guarantee: Guarantee) -> list[Note]:
+    """Why a guarantee is not about this problem and these starts; empty if it is."""
+    notes = [check(problem, starts) for check in guarantee.checks]
+    return [note for note in notes if note is not None]
 
 
-def _noise_within(noise: BoundedNoise | None, guarantee: Guarantee) -> BoundedNoise | None:
-    assert guarantee.tau is not None
+def _noise_within(noise: Noise | None, guarantee: Guarantee) -> Noise | None:
+    """The noise to draw, if the guarantee covers it; the most that it covers if none is given."""
+    radius = guarantee.sigma if guarantee.tau is None else guarantee.tau
+    assert radius is not None
     if noise is None:
-        return BoundedNoise(guarantee.tau) if guarantee.tau > 0 else None
-    if noise.tau > guarantee.tau * (1 + TOLERANCE):
+        return BoundedNoise(radius) if radius > 0 else None
+    if guarantee.tau is not None and noise.tau > guarantee.tau * (1 + TOLERANCE):
         raise ValueError(
             f"`noise` must stay within the guarantee's radius {guarantee.tau:g}, got {noise.tau:g}."
         )
+    if guarantee.sigma is not None and noise.sigma > guarantee.sigma * (1 + TOLERANCE):
+        raise ValueError(
+            f"`noise` must deviate by at most the guarantee's {guarantee.sigma:g}, got {noise.sigma:g}."
+        )
+    if guarantee.needs_symmetry and not noise.is_symmetric:
+        raise ValueError("`noise` must be symmetric: the guarantee needs it.")
     return noise
 
 

@@ -11,8 +11,8 @@ from numpy.typing import ArrayLike
 from scipy.stats import binom
 
 from curvestep.checks import check_count, check_inside, check_positive
-from curvestep.theory.problems.base import Array, BoundedNoise, Problem
-from curvestep.theory.rules import StepRule
+from curvestep.theory.problems.base import Array, Noise, Problem
+from curvestep.theory.rules import Point, Step, StepRule
 
 # Iterates looked at together: few numpy calls for each iteration, little memory.
 LARGEST_BLOCK = 1024
@@ -90,20 +90,20 @@ class Descent:
 
 def descend(
     problem: Problem,
-    rule: StepRule,
+    step: Step,
     x0: ArrayLike,
     num_steps: int,
     *,
-    noise: BoundedNoise | None = None,
+    noise: Noise | None = None,
     seed: int = 0,
 ) -> Descent:
-    r"""Run :math:`x_{k+1} = x_k - h(\lVert g_k\rVert)\,g_k`, for many step sizes and starts at once.
+    r"""Run :math:`x_{k+1} = x_k - h_k\,g_k`, for many step sizes and starts at once.
 
-    The step sizes of ``rule`` and the starts ``x0`` are broadcast against each other.
+    The parameters of a step rule and the starts ``x0`` are broadcast against each other.
 
     Args:
         problem: The function.
-        rule: The step rule; its hyperparameters may be arrays.
+        step: The step rule, whose hyperparameters may be arrays, or any function of a point.
         x0: Starts; one point, or many.
         num_steps: Number of iterations.
         noise: Noise to add to every gradient; direction and norm both see it.
@@ -118,16 +118,16 @@ def descend(
         >>> first_hit(runs.grad_norms, eps=1.0), np.isfinite(runs.grad_norms[-1])
         (array([ inf, 977.,  inf]), array([ True,  True, False]))
     """
-    blocks = walk(problem, rule, x0, num_steps, noise=noise, seed=seed)
+    blocks = walk(problem, step, x0, num_steps, noise=noise, seed=seed)
     points = np.concatenate([block.copy() for _, block in blocks])
     with np.errstate(over="ignore", invalid="ignore"):
         return Descent(points=points, grad_norms=problem.grad_norm(points))
 
 
-def first_hits(problem: Problem, rule: StepRule, x0: ArrayLike, eps: float, num_steps: int) -> Array:
+def first_hits(problem: Problem, step: Step, x0: ArrayLike, eps: float, num_steps: int) -> Array:
     """The first hit of each run of at most so many steps; it ends soon after the last of them."""
     hits = np.array(math.inf)
-    for start, block in walk(problem, rule, x0, num_steps):
+    for start, block in walk(problem, step, x0, num_steps):
         with np.errstate(over="ignore", invalid="ignore"):
             hits = np.minimum(hits, start + first_hit(problem.grad_norm(block), eps))
         if np.isfinite(hits).all():
@@ -137,11 +137,11 @@ def first_hits(problem: Problem, rule: StepRule, x0: ArrayLike, eps: float, num_
 
 def walk(
     problem: Problem,
-    rule: StepRule,
+    step: Step,
     x0: ArrayLike,
     num_steps: int,
     *,
-    noise: BoundedNoise | None = None,
+    noise: Noise | None = None,
     seed: int = 0,
 ) -> Iterator[tuple[int, Array]]:
     """The iterates in blocks: the number of the first in a block, and the block, iterations first.
@@ -150,33 +150,43 @@ def walk(
     early has lost little; each is overwritten by the next.
     """
     check_count("num_steps", num_steps, least=0)
-    event, starts = problem.event_shape, problem.check_start(x0)
+    event = problem.event_shape
+    starts = problem.check_start(x0)
     batch = starts.shape[: starts.ndim - len(event)]
-    batch = np.broadcast_shapes(batch, *map(np.shape, rule.parameters.values()))
+    if isinstance(step, StepRule):
+        batch = np.broadcast_shapes(batch, *[np.shape(value) for value in step.parameters.values()])
     if not batch:  # numpy turns a lone number into a scalar, which cannot be written to
-        for done, block in walk(problem, rule, starts[None], num_steps, noise=noise, seed=seed):
+        for done, block in walk(problem, step, starts[None], num_steps, noise=noise, seed=seed):
             yield done, block[:, 0]
         return
-    step, rng = rule.stepper(batch), np.random.default_rng(seed)
+    if isinstance(step, StepRule):
+        step = step.stepper(batch)
+    rng = np.random.default_rng(seed)
     buffer = np.empty((min(LARGEST_BLOCK, num_steps + 1), *batch, *event))
     # Views made once: indexing costs as much as arithmetic on few points.
     rows = [buffer[i, ...] for i in range(len(buffer))]
-    gradient, subtract = problem.gradient, np.subtract
-    norm, scale = (problem.norm, problem.scale) if event else (np.absolute, np.multiply)
-    x, begin, done, size = rows[0], 1, 0, FIRST_BLOCK
+    norm = problem.norm if event else np.absolute
+    scale = problem.scale if event else np.multiply
+    x = rows[0]
     x[...] = starts
+    begin = 1
+    done = 0
+    size = FIRST_BLOCK
     # A run that diverges overflows; it must neither warn nor stop the others.
     with np.errstate(over="ignore", invalid="ignore", divide="ignore"):
         while done <= num_steps:
             num = min(size, len(rows), num_steps + 1 - done)
             drawn = noise.draw(rng, (num, *batch), problem) if noise is not None else [0.0] * num
             for row, z in zip(rows[begin:num], drawn[begin:], strict=True):
-                g = gradient(x)
+                g = problem.gradient(x)
                 if noise is not None:
                     g = g + z
-                x = subtract(x, scale(step(norm(g)), g), row)
+                h = step(Point(x, g, norm(g), problem))
+                x = np.subtract(x, scale(h, g), row)
             yield done, buffer[:num]
-            begin, done, size = 0, done + num, 2 * size
+            begin = 0
+            done += num
+            size *= 2
 
 
 def worst_case_complexity(

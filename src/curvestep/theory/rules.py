@@ -1,14 +1,15 @@
-r"""Step rules for descent on many points at once: every hyperparameter one number, or one for each point.
+r"""Steps of descent on many points at once, :math:`x^+ = x - hg`.
 
-A rule is a name, a formula and its parameters. The formulas are those of :mod:`curvestep.steps`, and two that
-only the theory uses.
+A step is any function from a :class:`Point` to step sizes h. A :class:`StepRule` is a step that sees the
+gradient norm alone: a name, a formula and its parameters, each one number, or one for each point. The
+formulas are those of :mod:`curvestep.steps`, and two that only the theory uses.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -20,12 +21,24 @@ from curvestep.steps import (
     smooth_clipped_step,
     step_rule,
 )
-from curvestep.theory.problems.base import Array
+from curvestep.theory.problems.base import Array, Problem
+
+
+class Point(NamedTuple):
+    """Where steps begin, for one run or for many."""
+
+    x: Array  # the iterates
+    g: Array  # the gradients that the steps see, with their noise
+    norm: Array  # the norms of these
+    problem: Problem  # the function
+
+
+Step = Callable[[Point], Array]
 
 
 @step_rule
 def logarithmic_step(grad_norm: Any, *, L0: Parameter, L1: Parameter) -> Any:
-    r"""The step that maximizes the guaranteed decrease, with no threshold to choose.
+    r"""The step that maximizes what Taylor's theorem promises, with no threshold to choose.
 
     .. math::
         h(g) = \frac{1}{L_1g}\ln\left(1 + \frac{L_1g}{L_0 + L_1g}\right)
@@ -64,13 +77,17 @@ class StepRule:
         """The hyperparameters by name."""
         return asdict(self)  # pyright: ignore[reportArgumentType]  # every rule is a dataclass
 
-    def __call__(self, grad_norm: Array | float) -> Array:
+    def __call__(self, point: Point) -> Array:
+        """Step sizes at these points."""
+        return self.at_norm(point.norm)
+
+    def at_norm(self, grad_norm: Array | float) -> Array:
         """Step sizes at these gradient norms."""
         h = type(self).function(np.atleast_1d(np.asarray(grad_norm, dtype=np.float64)), **self.parameters)
         return h.reshape(np.shape(grad_norm))[()]
 
-    def stepper(self, shape: tuple[int, ...]) -> Callable[[Array], Array]:
-        """The same for gradient norms of one shape, unchecked, for loops of millions of iterations."""
+    def stepper(self, shape: tuple[int, ...]) -> Step:
+        """The same step for gradient norms of one shape, unchecked, for loops of millions of iterations."""
         formula: Any = type(self).function.__wrapped__  # pyright: ignore[reportFunctionMemberAccess]
         # Arithmetic between equal shapes is numpy's fastest; the largest float stands for infinity.
         largest = np.finfo(np.float64).max
@@ -78,7 +95,7 @@ class StepRule:
             name: np.array(np.broadcast_to(np.minimum(value, largest), shape), dtype=np.float64)
             for name, value in self.parameters.items()
         }
-        return lambda norm: formula(norm, **spread)
+        return lambda point: formula(point.norm, **spread)
 
 
 @dataclass(frozen=True)
@@ -95,8 +112,8 @@ class ClippedStep(StepRule):
 
     Example:
         >>> rule = ClippedStep(lr=np.array([0.1, 1.0]), max_norm=1.0)
-        >>> rule(np.array([4.0, 4.0])), rule.stepper((2,))(np.array([4.0, 4.0]))
-        (array([0.025, 0.25 ]), array([0.025, 0.25 ]))
+        >>> rule.at_norm(np.array([4.0, 4.0]))
+        array([0.025, 0.25 ])
     """
 
     function = staticmethod(clipped_step)
@@ -115,7 +132,7 @@ class NormalizedStep(StepRule):
 
 @dataclass(frozen=True)
 class SmoothClippedStep(StepRule):
-    r""":math:`h = 1/(L_0 + \tfrac32L_1g)`; see :func:`curvestep.steps.smooth_clipped_step`."""
+    r""":math:`h = 1/(L_0 + L_1g)`; see :func:`curvestep.steps.smooth_clipped_step`."""
 
     function = staticmethod(smooth_clipped_step)
     L0: Parameter
@@ -124,7 +141,7 @@ class SmoothClippedStep(StepRule):
 
 @dataclass(frozen=True)
 class LogarithmicStep(StepRule):
-    r"""The step that maximizes the guaranteed decrease; see :func:`logarithmic_step`."""
+    r"""The step that maximizes what Taylor promises; see :func:`logarithmic_step`."""
 
     function = staticmethod(logarithmic_step)
     L0: Parameter

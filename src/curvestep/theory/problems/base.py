@@ -6,6 +6,7 @@ A function of one real variable takes points of any shape, each entry a point. A
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -106,8 +107,29 @@ class ScalarProblem(Problem):
         return np.abs(self.curvature(x))
 
 
+class Noise(ABC):
+    """A law of noise on gradients, of mean zero.
+
+    Attributes:
+        tau: No noise is longer; ``inf`` if there is no limit.
+        is_symmetric: Whether noise and minus noise have the same law.
+    """
+
+    tau: float = math.inf
+    is_symmetric: bool = False
+
+    @property
+    @abstractmethod
+    def sigma(self) -> float:
+        """Root mean square of the noise's length."""
+
+    @abstractmethod
+    def draw(self, rng: np.random.Generator, batch: tuple[int, ...], problem: Problem) -> Array:
+        """Noise for so many gradients of a problem."""
+
+
 @dataclass(frozen=True)
-class BoundedNoise:
+class BoundedNoise(Noise):
     r"""Noise of mean zero with :math:`\lVert\hat\nabla f - \nabla f\rVert \le \tau`, as Theorems 7 and 8 ask.
 
     Args:
@@ -122,9 +144,15 @@ class BoundedNoise:
     """
 
     tau: float
+    is_symmetric = True
 
     def __post_init__(self) -> None:
         check_positive("tau", self.tau)
+
+    @property
+    def sigma(self) -> float:
+        """The radius: every noise is as long."""
+        return self.tau
 
     def draw(self, rng: np.random.Generator, batch: tuple[int, ...], problem: Problem) -> Array:
         """Noise for so many gradients of a problem."""

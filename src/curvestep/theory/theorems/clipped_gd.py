@@ -1,10 +1,21 @@
 r"""Theorem 3, clipped gradient descent, and its equivalence with normalized descent.
 
-Everything rests on the decrease that one step of size h from gradient norm g is sure of:
+Everything rests on what one step of size h from gradient norm g is sure to lower f by. Two proofs promise it.
+
+**Taylor** (row 12), for every h: the remainder grows like :math:`\varphi(a) = e^a - a - 1`, so
 
 .. math::
-    f(x) - f(x^+) \ \ge\ D(h, g) = hg^2 - \frac{L_0 + L_1g}{L_1^2}\,\varphi(L_1hg),
-    \qquad \varphi(a) = e^a - a - 1
+    f(x) - f(x^+) \ \ge\ D(h, g) = hg^2 - \frac{L_0 + L_1g}{L_1^2}\,\varphi(L_1hg) .
+
+**Projection** (row 31), for :math:`hK \le 1` with :math:`K = L_0 + L_1g`: project the gradient along the step
+on the ball of radius g. The projection moves at most at the rate K: inside the ball because the Hessian is at
+most K there, outside because only the tangential part survives, shortened. So the slope along the step stays
+below :math:`-g + Kt`, and
+
+.. math::
+    f(x) - f(x^+) \ \ge\ hg^2\left(1 - \tfrac12hK\right) .
+
+It is the larger of the two, and its best step is :math:`h = 1/K`.
 """
 
 from __future__ import annotations
@@ -26,7 +37,7 @@ from curvestep.steps import (
     normalized_step,
 )
 from curvestep.theory.problems.base import Array
-from curvestep.theory.problems.walls import phi
+from curvestep.theory.problems.walls import ExponentialWall, phi
 from curvestep.theory.rules import (
     ClippedStep,
     LogarithmicStep,
@@ -39,66 +50,102 @@ from curvestep.theory.theorems.guarantee import (
     Guarantee,
     check_numbers,
     check_version,
+    in_class,
     ratio,
     require,
     smooth_on,
 )
 
-# min{a/L0, b/(L1 g)}: descent_constant gives 2.69298 at these round numbers, and 2.68692 at its best,
-# a = 0.4944, b = 0.5720. Rounded up, or the bound would not be proved.
+# min{a/L0, b/(L1 g)}: D alone gives 2.69298 at these round numbers. Rounded up, or it would not be proved.
 SHARP_LR, SHARP_CAP, SHARP_CONSTANT = 0.5, 0.57, 2.693
-LOGARITHMIC_CONSTANT = 2.5888  # descent_constant gives 2.58870
+LOGARITHMIC_CONSTANT = 2.2079  # descent_constant gives 2.20783
 
 
-def guaranteed_decrease(step: ArrayLike, grad_norm: ArrayLike, *, L0: float, L1: float) -> Array:
-    r"""Decrease of f that a step of size h from gradient norm g is sure of, :math:`D(h, g)`.
+def taylor_decrease(step: ArrayLike, grad_norm: ArrayLike, *, L0: float, L1: float) -> Array:
+    r"""Decrease :math:`D(h, g)` that Taylor's theorem promises of a step of size h from gradient norm g.
 
-    Negative where nothing is sure, for instance for the common recipe ``lr = 1/L0``, ``max_norm = L0/L1``:
+    It is a promise, not the worst case: where it is negative nothing follows.
 
     Example:
-        >>> guaranteed_decrease(1.0, 1.0, L0=1.0, L1=1.0).round(3)  # g = L0/L1, h = 1/L0
+        >>> taylor_decrease(1.0, 1.0, L0=1.0, L1=1.0).round(3)  # g = L0/L1, h = 1/L0
         np.float64(-0.437)
-        >>> guaranteed_decrease(1 / 2.5, 1.0, L0=1.0, L1=1.0).round(3)  # h = 1/(L0 + 1.5 L1 g)
-        np.float64(0.216)
     """
     check_nonnegative("L0", L0)
     check_nonnegative("L1", L1)
-    h, g = np.asarray(step, dtype=np.float64), np.asarray(grad_norm, dtype=np.float64)
+    h = np.asarray(step, dtype=np.float64)
+    g = np.asarray(grad_norm, dtype=np.float64)
     if L1 == 0:
         return h * g * g * (1 - 0.5 * L0 * h)
     return h * g * g - (L0 + L1 * g) * phi(L1 * h * g) / L1**2
 
 
-def descent_constant(rule: StepRule) -> float:
-    r"""The smallest C with :math:`T \le C\Delta(L_0/\varepsilon^2 + L_1/\varepsilon)` that D gives a rule.
+def guaranteed_decrease(step: ArrayLike, grad_norm: ArrayLike, *, L0: float, L1: float) -> Array:
+    r"""Decrease of f that a step of size h from gradient norm g is sure of: the larger of the two promises.
+
+    Example:
+        >>> guaranteed_decrease(1 / 2, 1.0, L0=1.0, L1=1.0)  # h = 1/(L0 + L1 g): g²/(2(L0 + L1 g))
+        np.float64(0.25)
+        >>> taylor_decrease(1 / 2, 1.0, L0=1.0, L1=1.0).round(3)
+        np.float64(0.203)
+    """
+    taylor = taylor_decrease(step, grad_norm, L0=L0, L1=L1)
+    h = np.asarray(step, dtype=np.float64)
+    g = np.asarray(grad_norm, dtype=np.float64)
+    share = h * (L0 + L1 * g)
+    projected = h * g * g * (1 - 0.5 * share)
+    # A step of exactly 1/K may be longer by rounding; the promise does not change there.
+    return np.where(share <= 1 + 1e-12, np.maximum(taylor, projected), taylor)[()]
+
+
+def wall_decrease(step: ArrayLike, grad_norm: ArrayLike, *, L0: float, L1: float) -> Array:
+    r"""Decrease of the exponential wall by a step of size h from gradient norm g: no promise can be larger.
+
+    For :math:`hK \le 1` no function was found on which a step gains less, in any dimension; that is a
+    numerical search, not a proof (row 31).
+
+    Example:
+        >>> wall_decrease(1 / 2, 1.0, L0=1.0, L1=1.0).round(3)
+        np.float64(0.287)
+    """
+    wall = ExponentialWall(L0=L0, L1=L1)
+    g = np.asarray(grad_norm, dtype=np.float64)
+    start = np.log1p(L1 * g / L0) / L1
+    return wall.value(start) - wall.value(start - np.asarray(step, dtype=np.float64) * g)
+
+
+def descent_constant(rule: StepRule, *, decrease: Callable[..., Array] = guaranteed_decrease) -> float:
+    r"""The smallest C of a rule in :math:`T \le C\Delta(L_0/\varepsilon^2 + L_1/\varepsilon)`.
 
     The rule is given for L0 = L1 = 1; by scaling the constant is that of all (L0, L1):
     :math:`C = \sup_g g^2/\big((1 + g)\,D(h(g), g)\big)`. It is ``inf`` if some gradient norm has no sure
-    decrease.
+    decrease. The supremum is over a fine grid of gradient norms.
 
     Args:
         rule: A step rule with hyperparameters for L0 = L1 = 1.
+        decrease: Promised decrease of a step at a gradient norm: :func:`guaranteed_decrease`, or that of one
+            proof alone.
 
     Example:
-        The paper's clip, the simplest good one, the best one, the smooth one, and a common mistake:
+        The paper's clip, the simplest good one, and the best step:
 
         >>> round(descent_constant(ClippedStep(lr=1 / 10, max_norm=1.0)), 2)
-        10.55
+        10.53
         >>> round(descent_constant(ClippedStep(lr=1 / 2, max_norm=1.0)), 2)
-        2.85
-        >>> round(descent_constant(ClippedStep(lr=SHARP_LR, max_norm=SHARP_CAP / SHARP_LR)), 2)
-        2.69
+        2.67
         >>> round(descent_constant(SmoothClippedStep(L0=1.0, L1=1.0)), 2)
-        2.59
-        >>> descent_constant(ClippedStep(lr=1.0, max_norm=1.0))
-        inf
+        2.0
+
+        By Taylor's theorem alone:
+
+        >>> round(descent_constant(ClippedStep(lr=1 / 2, max_norm=1.0), decrease=taylor_decrease), 2)
+        2.85
     """
 
     def constant(log: Array) -> Array:
         g = 10.0**log
         with np.errstate(divide="ignore"):
-            decrease = guaranteed_decrease(rule(g), g, L0=1.0, L1=1.0)
-            return np.where(decrease > 0, g * g / ((1 + g) * decrease), math.inf)
+            sure = decrease(rule.at_norm(g), g, L0=1.0, L1=1.0)
+            return np.where(sure > 0, g * g / ((1 + g) * sure), math.inf)
 
     logs = np.linspace(-12, 12, 24_001)
     constants = constant(logs)
@@ -128,11 +175,11 @@ def theorem3(
     printed    lr 1/(10 L0), max_norm min{10 L0, L0/L1}        20 L0 Δ/ε² + 20 max{1, L1²} Δ/L0
     corrected  lr 1/(10 L0), max_norm min{10 L0 R, L0/L1}      Δ max{20 L0/ε², 20 L1/ε, 2/(Rε)}
     sharp      lr 1/(2 L0), max_norm 1.14 L0/L1                2.693 Δ (L0/ε² + L1/ε)
-    … smooth   h = 1/(L0 + 1.5 L1 g)                           Δ (2 L0/ε² + 3 L1/ε)
-    … log.     h = ln(1 + L1 g/(L0 + L1 g))/(L1 g)             2.5888 Δ (L0/ε² + L1/ε)
+    … smooth   h = 1/(L0 + L1 g)                               2 Δ (L0/ε² + L1/ε)
+    … log.     h = ln(1 + L1 g/(L0 + L1 g))/(L1 g)             2.2079 Δ (L0/ε² + L1/ε)
     ========== =============================================== =============================================
 
-    The printed bound is true, its proof is not (row 12).
+    The printed bound is true, its proof is not (row 12). The smooth form is the shortest bound (row 31).
 
     Args:
         L0: :math:`L_0 > 0`.
@@ -169,7 +216,7 @@ def theorem3(
         if radius < math.inf:
             where = f"within distance {radius:g} of {{f ≤ f(x0)}}"
     elif form == "smooth":
-        rule, bound = SmoothClippedStep(L0=L0, L1=L1), gap * (2 * L0 / eps**2 + 3 * L1 / eps)
+        rule, bound = SmoothClippedStep(L0=L0, L1=L1), 2 * gap * (L0 / eps**2 + L1 / eps)
     elif form == "logarithmic":
         rule = LogarithmicStep(L0=L0, L1=L1)
         bound = LOGARITHMIC_CONSTANT * gap * (L0 / eps**2 + L1 / eps)
@@ -183,6 +230,7 @@ def theorem3(
         rule=rule,
         assumptions=require(*smooth_on(where), *needs),
         decrease=_decrease_of(rule, version, L0, L1),
+        checks=in_class(L0=L0, L1=L1, gap=gap),
         **numbers,
     )
 
@@ -192,7 +240,7 @@ def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str 
 
     ``"corrected"`` takes the clipped recipe over, :math:`\eta_n = \gamma\eta_c`, :math:`\beta = \gamma`: each
     step is at least half and never more than the clipped one, so the bound doubles. ``"sharp"`` needs no
-    detour: :math:`1/(L_0 + \tfrac32L_1g)` *is* normalized descent.
+    detour: :math:`1/(L_0 + L_1g)` *is* normalized descent.
     With noise nothing follows from the equivalence (row 10).
 
     Example:
@@ -200,7 +248,7 @@ def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str 
         >>> normalized_gd(**numbers).bound / theorem3(**numbers).bound
         2.0
         >>> {k: round(v, 4) for k, v in normalized_gd(**numbers, version="sharp").hyperparameters.items()}
-        {'lr': 0.3333, 'offset': 0.3333}
+        {'lr': 0.5, 'offset': 0.5}
     """
     check_version(version, ("corrected", "sharp"))
     form = {"corrected": "clipped", "sharp": "smooth"}[version]
@@ -257,5 +305,5 @@ def ngd_equivalence(
 
 def _decrease_of(rule: StepRule, version: str, L0: float, L1: float) -> Callable[[Array], Array]:
     if version == "sharp":
-        return lambda g: guaranteed_decrease(rule(g), g, L0=L0, L1=L1)
-    return lambda g: 0.5 * rule(g) * g * g
+        return lambda g: guaranteed_decrease(rule.at_norm(g), g, L0=L0, L1=L1)
+    return lambda g: 0.5 * rule.at_norm(g) * g * g

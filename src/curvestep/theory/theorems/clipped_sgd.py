@@ -14,6 +14,7 @@ from curvestep.theory.theorems.guarantee import (
     Guarantee,
     check_numbers,
     check_version,
+    in_class,
     ratio,
     require,
     smooth_on,
@@ -81,6 +82,7 @@ def theorem7(
         bound=bound,
         rule=ShiftedClippedStep(lr=lr, cap=cap, shift=tau),
         assumptions=(*smooth_on("everywhere"), *needs, *_noise(tau)),
+        checks=in_class(L0=L0, L1=L1, gap=gap),
         **numbers,
     )
 
@@ -131,6 +133,7 @@ def theorem8(
         bound=bound,
         rule=FixedStep(lr=lr),
         assumptions=(*smooth_on("everywhere"), Assumption(f"‖∇f‖ ≤ M {where}"), *_noise(tau)),
+        checks=in_class(L0=L0, L1=L1, gap=gap),
         **numbers,
     )
 

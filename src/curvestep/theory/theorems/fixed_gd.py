@@ -15,6 +15,7 @@ from curvestep.theory.theorems.guarantee import (
     Guarantee,
     check_numbers,
     check_version,
+    in_class,
     require,
     smooth_on,
 )
@@ -171,6 +172,7 @@ def theorem4(
         bound=bound,
         rule=None,
         assumptions=(Assumption("a fixed step size"), *require(*needs)),
+        checks=in_class(L0=L0, L1=L1, gap=gap),
         **numbers,
     )
 
@@ -227,6 +229,7 @@ def remark5(
         rule=None,
         assumptions=(Assumption("a fixed step size"), *needs),
         up_to_constant=True,
+        checks=in_class(L0=L0, L1=L1, gap=gap),
         **numbers,
     )
 
@@ -268,5 +271,6 @@ def theorem6(
         assumptions=(*smooth_on("on {f ≤ f(x0)}"), Assumption(f"‖∇f‖ ≤ M = {M:.6g} on {{f ≤ f(x0)}}")),
         M=M,
         decrease=lambda g: g * g / (constant * K),
+        checks=in_class(L0=L0, L1=L1, gap=gap),
         **numbers,
     )
