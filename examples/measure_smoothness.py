@@ -55,7 +55,7 @@ for _ in range(160):
 # ---- what was seen, and what to do about it ------------------------------------------------------------
 fit = cs.fit_smoothness(probe.trace)
 print(fit, "\n")
-print(cs.advise(probe.trace))
+print(cs.advise(probe))
 
 g, smoothness = probe.trace.column("grad_norm"), probe.trace.column("smoothness")
 figure, axes = plt.subplots(figsize=(6, 4), layout="constrained")

@@ -12,8 +12,8 @@ Quick start. ``loss_of_batch`` is your function from a batch to a loss, ``loader
         loss.backward()
         opt.step()
         opt.zero_grad()
-    print(cs.advise(probe.trace))                                # lr, max_norm, and the reasons
-    cs.report(probe.trace)                                       # one page with charts (extra `report`)
+    print(cs.advise(probe))                                      # lr, max_norm, and the reasons
+    cs.report(probe)                                             # one page with charts (extra `report`)
 
 Results print as words, are tables in a notebook, and have a ``plot()`` (needs matplotlib). Names are looked
 up on first use: ``curvestep.theory`` and ``curvestep.steps`` can be imported where torch is not installed.
@@ -23,6 +23,7 @@ from __future__ import annotations
 
 import ast
 from importlib import import_module
+from textwrap import fill
 
 __version__ = "0.1.0"
 
@@ -36,6 +37,7 @@ def _homes() -> dict[str, str]:
 
 _HOMES = _homes()
 __all__ = list(_HOMES)  # pyright: ignore[reportUnsupportedDunderAll] (the names of the stub)
+__doc__ = f"{__doc__}\n{fill('Public names: ' + ', '.join(__all__), 108)}.\n"
 
 
 def __getattr__(name: str) -> object:

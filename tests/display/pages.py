@@ -77,8 +77,12 @@ def made_up_claim(paper="p", verdict="reproduced"):
 def write_claims(claims, folder, *, data=(), notes=()):
     """What a reproduction leaves of its claims."""
     found = f"{len(claims)} claims were looked at."
-    about = {"found": found, "data": list(data), "notes": list(notes)}
-    write_json(folder / "claims.json", {**about, "claims": list(claims)})
+    about = {"title": "A reproduction", "found": found, "data": list(data), "notes": list(notes)}
+    looks = {
+        "headings": {"paper": ["The paper's claims", "the paper says"]},
+        "badges": {"reproduced": "supported"},
+    }
+    write_json(folder / "claims.json", {**about, **looks, "claims": list(claims)})
 
 
 def make_reproduction(folder):

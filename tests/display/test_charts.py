@@ -109,9 +109,9 @@ def test_a_comparison_is_the_mean_over_seeds_with_their_range(views):
 def test_the_best_setting_is_bold_and_a_lost_one_red_with_a_cross(views):
     best, wild = comparison(views)[0].series
     assert (best.weight, wild.weight) == (BOLD, 1.0)
-    assert (best.is_lost, wild.is_lost, wild.colour) == (False, True, "bad")
+    assert (best.diverged, wild.diverged, wild.colour) == (False, True, "bad")
     alone = [run_charts(view)[0].series[0] for view in views]
-    assert [(one.is_lost, one.colour) for one in alone] == [(False, 0), (False, 0), (True, "bad")]
+    assert [(one.diverged, one.colour) for one in alone] == [(False, 0), (False, 0), (True, "bad")]
     drawn = to_plotly(comparison(views)[0])["data"]
     (cross,) = [one for one in drawn if one.get("marker", {}).get("symbol") == "x"]
     assert (cross["x"], cross["y"]) == tuple(map(rounded, wild.last))

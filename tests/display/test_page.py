@@ -71,8 +71,8 @@ def test_words_are_explained_on_hover_once_a_text_and_in_a_list(single):
     for word in ("Gradient norm", "Stability margin", "Sharpness"):
         assert f'<abbr title="{page_words.GLOSSARY[word.lower()]}">{word}</abbr>' in text
         assert f"<dt>{word.lower()}</dt><dd>{page_words.GLOSSARY[word.lower()]}</dd>" in text
-    assert page_words.explained("sharpness and sharpness").count("<abbr") == 1
-    assert page_words.explained("unsharpness <i>") == "unsharpness &lt;i&gt;"
+    assert page_words.with_glossary("sharpness and sharpness").count("<abbr") == 1
+    assert page_words.with_glossary("unsharpness <i>") == "unsharpness &lt;i&gt;"
 
 
 @pytest.mark.parametrize(
@@ -333,8 +333,17 @@ def test_a_reproduction_of_the_synthetic_figure_needs_no_run(tmp_path):
     page = write_page([tmp_path], tmp_path / "page.html")
     assert page.runs == ()
     assert page.verdicts[0]["verdict"] == "1 claims were looked at."
-    assert 'id="claims"' in page.path.read_text()
-    assert 'id="runs"' not in page.path.read_text()
+    text = page.path.read_text()
+    assert '<section id="claims"' in text
+    assert '<section id="runs"' not in text
+    assert "<h1>A reproduction</h1>" in text
+
+
+def test_claims_without_headings_are_shown_under_their_kinds(tmp_path):
+    (tmp_path / "claims.json").write_text(json.dumps({"claims": [made_up_claim()]}))
+    text = write_page([tmp_path], tmp_path / "page.html").path.read_text()
+    assert "<h3>paper</h3>" in text
+    assert '<span class="badge ">reproduced</span>' in text
 
 
 def test_long_series_keep_their_first_and_last_row():
@@ -354,6 +363,16 @@ def test_bad_paths_are_refused_in_words(tmp_path):
     with pytest.raises(ValueError, match="not a curvestep trace"):
         write_page([tmp_path / "notes.txt"], tmp_path / "page.html")
     assert not (tmp_path / "page.html").exists()
+
+
+def test_report_takes_a_probe_as_advise_does(tmp_path):
+    probe = cs.SmoothnessProbe(nn.Linear(2, 2))
+    for row in Trace.load(make_run(tmp_path / "run") / "trace.jsonl"):
+        probe.trace.append(dict(row))
+    page = cs.report(probe, output=tmp_path / "page.html")
+    assert page.verdicts[0]["verdict"] == cs.advise(probe).verdict
+    with pytest.raises(TypeError, match=r"report\(\*runs\)"):
+        cs.report([probe], output=tmp_path / "page.html")
 
 
 def test_runs_are_listed_by_number_and_a_lone_trace_by_its_folder(tmp_path):

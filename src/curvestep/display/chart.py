@@ -44,7 +44,7 @@ class Series:
     extra: Mapping[str, np.ndarray] = field(default_factory=dict)
     weight: float = 1.0  # factor on the width of its line and the size of its marks; heavier ones lie above
     legend: str | None = None  # instead of its name in the legend; empty for no entry
-    is_lost: bool = False  # whether a cross marks its last point: the run diverged there
+    diverged: bool = False  # whether a cross marks its last point: the run diverged there
 
     @property
     def entry(self) -> str:
@@ -83,3 +83,6 @@ class Chart:
     words: str = ""  # the same in a sentence or two: its caption, and all that a screen reader has of it
     # The axes that the reader may change between logarithmic and linear: ``xy``, ``y`` or none.
     switch: str = ""
+    place: str = (
+        ""  # of the best run's chart on the page: ``verdict`` (beside it), ``row`` (below it) or none
+    )

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import KW_ONLY, dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -59,22 +58,40 @@ TEMPLATE: Spec = {
 }  # fmt: skip
 
 
-def run_charts(view: RunView) -> list[Chart]:
-    """The charts of one run, as many as its records allow, with their words."""
-    own = [
-        results.loss(view.rows, view.held_out, is_lost=view.is_lost),
-        results.norm(view.rows, max_norm=view.max_norm),
-        results.edge(view.measured),
-        results.scatter(view.measured, view.fit),
-        view.fit and results.within(view.fit),
-        layers(view),
-        view.calibration and results.calibration(view.calibration),
-    ]
-    return [replace(chart, words=page_words.OF_RUN[chart.kind](view)) for chart in filter(None, own)]
+@dataclass(frozen=True)
+class RunChart:
+    """A chart of one run: from what it shows, and the sentences below it."""
+
+    draw: Callable[[RunView], Chart | None]  # None where the run has no such records
+    words: Callable[[RunView], str]
+    _: KW_ONLY
+    place: str = ""  # as in :class:`~curvestep.display.chart.Chart`
 
 
-def layers(view: RunView) -> Chart | None:
-    """Sharpness over the steps, one curve a layer, the sharpest first."""
+def _loss(view: RunView) -> Chart | None:
+    return results.loss(view.rows, view.held_out, diverged=view.diverged)
+
+
+def _norm(view: RunView) -> Chart | None:
+    return results.norm(view.rows, max_norm=view.max_norm)
+
+
+def _edge(view: RunView) -> Chart | None:
+    return results.edge(view.measured)
+
+
+def _scatter(view: RunView) -> Chart | None:
+    return results.scatter(view.measured, view.fit)
+
+
+def _within(view: RunView) -> Chart | None:
+    if view.fit is None:
+        return None
+    return results.within(view.fit)
+
+
+def _layers(view: RunView) -> Chart | None:
+    """Sharpness over the steps, one curve per layer, the sharpest first."""
     if not view.layers:
         return None
     steps = view.measured["step"]
@@ -84,8 +101,36 @@ def layers(view: RunView) -> Chart | None:
         Series(name, steps[keep], _running_mean(values)[keep], **look)
         for (name, values), look in zip(view.layers.items(), looks, strict=True)
     ]
-    axes = Axis("iteration"), Axis("sharpness (running mean)", log=True)
-    return Chart("layers", "Sharpness by layer", *axes, tuple(series))
+    y = Axis("sharpness (running mean)", log=True)
+    return Chart("layers", "Sharpness by layer", Axis("iteration"), y, tuple(series))
+
+
+def _calibration(view: RunView) -> Chart | None:
+    if view.calibration is None:
+        return None
+    return results.calibration(view.calibration)
+
+
+CHARTS = (
+    RunChart(_loss, page_words.loss, place="verdict"),
+    RunChart(_norm, page_words.norm, place="row"),
+    RunChart(_edge, page_words.edge, place="row"),
+    RunChart(_scatter, page_words.scatter, place="row"),
+    RunChart(_within, page_words.within_chart),
+    RunChart(_layers, page_words.layers),
+    RunChart(_calibration, page_words.calibration),
+)
+"""Every chart of one run, in the order of the page."""
+
+
+def run_charts(view: RunView) -> list[Chart]:
+    """The charts of one run, as many as its records allow, with their words."""
+    drawn = []
+    for entry in CHARTS:
+        chart = entry.draw(view)
+        if chart is not None:
+            drawn.append(replace(chart, words=entry.words(view), place=entry.place))
+    return drawn
 
 
 def comparison(views: Sequence[RunView]) -> list[Chart]:
@@ -94,11 +139,13 @@ def comparison(views: Sequence[RunView]) -> list[Chart]:
         return []
     settings = seeds_by_setting(views)
     words = page_words.comparison(views, len(settings))
-    looks = _looks([any(run.is_lost for run in runs) for runs in settings.values()])
+    looks = _looks([any(run.diverged for run in runs) for runs in settings.values()])
     looks[0]["weight"] = BOLD
     charts = []
     for kind, title, label, log in OVER_STEPS:
-        series = tuple(map(partial(_curve, kind), settings, settings.values(), looks))
+        series = tuple(
+            _curve(kind, name, runs, look) for (name, runs), look in zip(settings.items(), looks, strict=True)
+        )
         y = Axis(label, log=log, range=_calm_range(series, log=log))
         if y.range is not None:
             series = tuple(_cut(one, y.range[1]) for one in series)
@@ -108,23 +155,23 @@ def comparison(views: Sequence[RunView]) -> list[Chart]:
     return [chart for chart in charts if any(np.isfinite(one.y).any() for one in chart.series)]
 
 
-def _looks(lost: Sequence[bool]) -> list[Fields]:
+def _looks(diverged: Sequence[bool]) -> list[Fields]:
     """Colour, weight and legend of each curve: the first by name, of many the others by their number."""
-    num_named = len(lost) if len(lost) <= NUM_COLOURS else _NUM_NAMED
+    num_named = len(diverged) if len(diverged) <= NUM_COLOURS else _NUM_NAMED
     looks: list[Fields] = []
-    for number, is_lost in enumerate(lost):
-        if is_lost:
-            looks.append({"colour": "bad", "dash": DASHES[number % len(DASHES)], "is_lost": True})
+    for number, is_bad in enumerate(diverged):
+        if is_bad:
+            looks.append({"colour": "bad", "dash": DASHES[number % len(DASHES)], "diverged": True})
         elif number < num_named:
             looks.append({"colour": number})
         else:
             looks.append({"colour": "pale", "weight": THIN})
     for colour, most, name in _TOGETHER:
-        alike = [look for look in looks if look["colour"] == colour]
-        if len(alike) > most:
-            for look in alike:
+        together = [look for look in looks if look["colour"] == colour]
+        if len(together) > most:
+            for look in together:
                 look["legend"] = ""
-            alike[0]["legend"] = f"{len(alike)} {name}"
+            together[0]["legend"] = f"{len(together)} {name}"
     return looks
 
 
@@ -142,9 +189,9 @@ def _curve(kind: str, name: str, runs: Sequence[RunView], look: Fields) -> Serie
 
 
 def _cut(series: Series, top: float) -> Series:
-    """A lost setting up to where it leaves the chart; the others as they are."""
+    """A setting that diverged up to where it leaves the chart; the others as they are."""
     beyond = np.flatnonzero(series.y > top)
-    if not series.is_lost or not len(beyond):
+    if not series.diverged or not len(beyond):
         return series
     shown = slice(beyond[0] + 1)
     return replace(series, x=series.x[shown], y=np.minimum(series.y[shown], top), band=None)
@@ -161,13 +208,14 @@ def _running_mean(values: np.ndarray) -> np.ndarray:
 
 def _calm_range(series: Sequence[Series], *, log: bool) -> tuple[float, float] | None:
     """Runs that diverge would press the others flat: the axis ends a little above the ones with a name."""
-    calm = [one.y for one in series if not one.is_lost and one.legend is None]
+    calm = [one.y for one in series if not one.diverged and one.legend is None]
     values = results.finite(np.concatenate([[], *calm]))
     if log:
         values = values[values > 0]
     if len(calm) == len(series) or not len(values):
         return None
-    low, high = float(values.min()), float(values.max())
+    low = float(values.min())
+    high = float(values.max())
     if log:
         return low / 1.2, high * 1.2
     room = 0.08 * (high - low) or 1.0
@@ -251,10 +299,11 @@ def _plotly_series(series: Series, number: int) -> Iterator[Spec]:
         "showlegend": series.shade is None and series.legend is None,
         **look,
     }
-    if series.is_lost:
-        x, y = map(rounded, series.last)
+    if series.diverged:
+        x, y = series.last
         cross = {"symbol": "x", "size": _CROSS_SIZE, "color": colour}
-        yield {**common, "x": x, "y": y, "mode": "markers", "marker": cross, "cliponaxis": False, **_UNSAID}
+        point = {"x": rounded(x), "y": rounded(y), "mode": "markers", "marker": cross, "cliponaxis": False}
+        yield {**common, **point, **_UNSAID}
 
 
 def _band(series: Series, low: np.ndarray, high: np.ndarray, colour: str) -> Spec:
@@ -277,7 +326,7 @@ def _hover(series: Series) -> Spec:
     """Words of a point beyond its coordinates."""
     if not series.extra:
         return {}
-    columns = map(rounded, series.extra.values())
+    columns = [rounded(values) for values in series.extra.values()]
     lines = [f"{label} %{{customdata[{i}]}}" for i, label in enumerate(series.extra)]
     return {
         "customdata": list(zip(*columns, strict=True)),

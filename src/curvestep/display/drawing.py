@@ -79,7 +79,7 @@ def _draw_series(panel: Axes, series: Series) -> None:
     (line,) = panel.plot(series.x, series.y, label=_literal(series.entry))
     line.set(color=colour, linestyle=_LINES[series.dash], marker=_MARKS[series.symbol])
     line.set(linewidth=1.4 * series.weight, markersize=4.5 * series.weight, zorder=2 + series.weight)
-    if series.is_lost:
+    if series.diverged:
         panel.plot(*series.last, "x", color=colour, markersize=8)
 
 

@@ -10,7 +10,6 @@ import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib import metadata
-from itertools import chain
 from pathlib import Path
 
 from jinja2 import Environment, PackageLoader
@@ -27,11 +26,9 @@ from curvestep.display.views import RunView, Task, find_views, fit_run, tasks_of
 from curvestep.files import write_atomically
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.trace.run import Fields, Run, read_json
-from curvestep.trace.sources import CLAIMS, place_of
-from curvestep.trace.trace import Trace
+from curvestep.trace.sources import CLAIMS, Place, place_of
 
 FIGURES = "figures.json"  # a reproduction's figures with their titles and captions
-TOP_KINDS = ("norm", "edge", "scatter")  # of charts in a row under the verdict
 GENERATOR = '<meta name="generator" content="curvestep">'  # tells our pages from other files
 
 
@@ -54,7 +51,7 @@ class Page:
 
 
 def write_page(
-    paths: Iterable[str | Path | Trace],
+    paths: Iterable[Place],
     output: str | Path = "report.html",
     *,
     title: str = "",
@@ -64,8 +61,8 @@ def write_page(
     """Write one self-contained page about these runs.
 
     Args:
-        paths: Run folders, folders that hold runs (a sweep, a reproduction), trace files of your own loop, or
-            traces. Beside a ``trace.jsonl`` of your own, ``calibration.json`` and the rows of
+        paths: Run folders, folders that hold runs (a sweep, a reproduction), trace files of your own loop,
+            probes or traces. Beside a ``trace.jsonl`` of your own, ``calibration.json`` and the rows of
             ``metrics.jsonl`` with ``"split": "valid"`` are shown too.
         output: The HTML file. A page written before is replaced, any other file is not.
         title: Heading of the page; default: what was found.
@@ -76,22 +73,23 @@ def write_page(
         ValueError: there is no run and no trace in ``paths``, or ``output`` is a file to keep.
     """
     sources = list(paths)
-    places = list(map(place_of, sources))
+    places = [place_of(source) for source in sources]
     output = Path(output)
     views = find_views(sources, fit=fit)
     _check_output(output, overwrite=overwrite)
     tasks = tasks_of(views)
     verdicts = [page_words.verdict(task, title=task.name if len(tasks) > 1 else "") for task in tasks]
     claims = claims_of(places)
-    heading = title or page_words.page_title(views, places, reproduction=claims is not None)
+    if not title and claims:
+        title = claims["title"]
+    heading = title or page_words.page_title(views, places)
     page = _rendered(tasks, verdicts, claims, figures_of(places), heading)
     output.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(output, page.encode())
     if claims:
         verdicts.insert(0, {"title": "", "verdict": claims["found"], "warnings": []})
-    return Page(
-        path=output, verdicts=tuple(verdicts), runs=tuple(chain.from_iterable(task.runs for task in tasks))
-    )
+    runs = tuple(view for task in tasks for view in task.runs)
+    return Page(path=output, verdicts=tuple(verdicts), runs=runs)
 
 
 def _check_output(output: Path, *, overwrite: bool) -> None:
@@ -128,7 +126,7 @@ def _rendered(
         lstrip_blocks=True,
         finalize=_visible_text,
     )
-    environment.filters["explained"] = page_words.explained
+    environment.filters["with_glossary"] = page_words.with_glossary
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "scipy", "plotly"))
     return environment.get_template("page.html.j2").render(
         title=title,
@@ -152,13 +150,15 @@ def _shown_first(runs: Sequence[Fields], alone: bool) -> Fields:
     """Charts of the best run of the only task, for the top of the page, taken out of those further down."""
     if not alone:
         return {}
-    best, charts = runs[0]["view"], runs[0]["charts"]
-    loss = {}
-    if len(runs) == 1 and "run-0-loss" in charts:  # of several the comparison shows it
-        loss = {"run-0-loss": charts.pop("run-0-loss")}
-    places = [f"run-0-{kind}" for kind in TOP_KINDS]
-    row = {place: charts.pop(place) for place in places if place in charts}
-    return {"name": best.name, "setting": best.setting, "row": row, "loss": loss}
+    best = runs[0]["view"]
+    charts = runs[0]["charts"]
+    row = {key: chart for key, chart in charts.items() if chart.place == "row"}
+    beside = {}
+    if len(runs) == 1:  # where there are several, their comparison stands there
+        beside = {key: chart for key, chart in charts.items() if chart.place == "verdict"}
+    for key in (*row, *beside):
+        del charts[key]
+    return {"name": best.name, "setting": best.setting, "row": row, "beside": beside}
 
 
 def _comparisons(tasks: Sequence[Task]) -> list[Fields]:
@@ -189,17 +189,18 @@ def claims_of(paths: Sequence[Path]) -> Fields | None:
     files = [path / CLAIMS for path in paths if (path / CLAIMS).is_file()]
     if not files:
         return None
-    found = read_json(files[0])
-    notes = [f"Data: {source}." for source in found.get("data", ())]
+    saved = read_json(files[0])
+    notes = [f"Data: {source}." for source in saved.get("data", ())]
     return {
-        "parts": page_words.claim_parts(found.get("claims", ())),
-        "notes": [*notes, *found.get("notes", ())],
-        "found": str(found.get("found", "")),
+        "title": str(saved.get("title", "")),
+        "parts": page_words.claim_parts(saved),
+        "notes": [*notes, *saved.get("notes", ())],
+        "found": str(saved.get("found", "")),
     }
 
 
 def figures_of(paths: Sequence[Path]) -> list[Fields]:
-    """The figures that the reproductions among ``paths`` drew, as images for a page; a lost one says so."""
+    """The figures that the reproductions among ``paths`` drew, as images; a missing one says so."""
     pictures = []
     for path in paths:
         if (path / FIGURES).is_file():

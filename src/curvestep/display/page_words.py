@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -23,7 +23,10 @@ from curvestep.display.views import DAMAGED, RunView, Task
 from curvestep.trace.history import lr_of_run
 from curvestep.trace.run import Fields
 
-_SUBJECTS = {"loss": "loss ", "start": "at the start "}  # of reasons that name none
+_SUBJECTS = {"loss": "loss ", "start": "at the start "}  # for kinds of reasons that name none
+
+
+_NOT_MEASURED = "No advice: nothing was measured. Train with a probe, and make the page again."
 
 
 def verdict(task: Task, *, title: str = "") -> Fields:
@@ -45,17 +48,17 @@ def verdict(task: Task, *, title: str = "") -> Fields:
         "code": code_for(advice, first),
         "sure": how_sure(task, [note.text for note in advice.reasons if note.kind == "tie"]),
         "reasons": [f"{_SUBJECTS.get(note.kind, '')}{note.text}" for note in reasons],
-        "warnings": [*map(str, advice.warnings), *missing],
+        "warnings": [*(str(note) for note in advice.warnings), *missing],
     }
 
 
 def _missing(task: Task) -> list[str]:
-    """Facts that runs lack, and how they were lost; of a lone run only what its verdict does not say."""
+    """What the runs lack, and why; for a lone run only what its verdict does not say."""
     if len(task.runs) == 1:
         return [note.text for note in task.runs[0].notes if note.kind == DAMAGED]
     lines: list[str] = []
     for view in task.runs:
-        if view.is_lost:
+        if view.diverged:
             reason = view.facts.get("message", "its loss rose far, or was not finite")
             lines.append(f"{view.name}: diverged with {view.setting}; {reason}.")
             continue
@@ -67,34 +70,38 @@ def _missing(task: Task) -> list[str]:
 
 def _without_advice(task: Task, so_far: str) -> Fields:
     """The verdict where nothing can be advised."""
-    lost = [
+    reasons = [
         f"{view.setting}: {view.facts.get('message', f'at step {view.step:,}')}"
         for view in task.runs
-        if view.is_lost
+        if view.diverged
     ]
-    if len(lost) == len(task.runs):
+    if len(reasons) == len(task.runs):
         way_out = "Clip at a smaller max_norm or lower lr; calibrate measures both beforehand."
-        return {"action": DIVERGED, "verdict": f"DIVERGED {'; '.join(lost)}. {way_out}"}
-    found = "No advice: nothing was measured. Train with a probe (--probe-every 5), and make the page again."
-    if task.advice is not None:
-        found = task.advice.verdict
-    return {"verdict": f"{so_far}{found}"}
+        return {"action": DIVERGED, "verdict": f"DIVERGED {'; '.join(reasons)}. {way_out}"}
+    if task.advice is None:
+        return {"verdict": f"{so_far}{_NOT_MEASURED}"}
+    return {"verdict": f"{so_far}{task.advice.verdict}"}
 
 
 def advice_table(advice: Advice, task: Task) -> dict[str, str]:
-    """The numbers of the advice, of one run old and new, rounded for reading; none where it has none."""
+    """The numbers of the advice, for one run old and new, rounded for reading; none where it has none."""
     if advice.lr is None or advice.max_norm is None:
         return {}
-    rate, lr = rate_name(advice.lr_is_peak), f"{advice.lr:.3g}"
-    table = {"rate": rate, "lr": lr, "max_norm": f"{advice.max_norm:.3g}".replace("inf", "none")}
+    rate = rate_name(advice.lr_is_peak)
+    lr = f"{advice.lr:.3g}"
+    max_norm = "none" if math.isinf(advice.max_norm) else f"{advice.max_norm:.3g}"
+    table = {"rate": rate, "lr": lr, "max_norm": max_norm}
     if advice.next_lr is not None:
         table["next"] = f"{rate} {advice.next_lr:.3g}"
     view, *others = task.runs
     if others:
         return table
     taken = f"{lr_of_run(view.header, view.measured['lr']):.3g}"
-    share = f"{view.clipped_fraction:.0%} of steps clipped".replace("nan% of steps clipped", "")
-    return {**table, "lr": " → ".join(dict.fromkeys((taken, lr))), "clipped": share}
+    if taken != lr:
+        table["lr"] = f"{taken} → {lr}"
+    if math.isfinite(view.clipped_fraction):
+        table["clipped"] = f"{view.clipped_fraction:.0%} of steps clipped"
+    return table
 
 
 def how_sure(task: Task, ties: list[str]) -> str:
@@ -141,31 +148,28 @@ def code_for(advice: Advice, view: RunView) -> str:
     return "\n".join(lines)
 
 
-def _sentences(*said: tuple[bool, str]) -> str:
-    """The sentences that apply, one after the other."""
-    return " ".join(text for applies, text in said if applies)
-
-
 def run_summary(view: RunView) -> str:
     """How the run ended, how much was clipped, and how it did on held-out data."""
-    metrics = ", ".join(f"{name} {value:.4g}" for name, value in view.metrics.items()).replace("_", " ")
-    clipped, spikes = view.clipped_fraction, _spikes(view)
-    return _sentences(
-        (True, _ending(view)),
-        (math.isfinite(view.final_loss), f"Training loss ends at {view.final_loss:.4g}."),
-        (metrics != "", f"{metrics.capitalize()}."),
-        (math.isfinite(clipped), f"{clipped:.0%} of the steps were clipped."),
-        (spikes != "", spikes),
-    )
+    sentences = [_ending(view)]
+    if math.isfinite(view.final_loss):
+        sentences.append(f"Training loss ends at {view.final_loss:.4g}.")
+    if view.metrics:
+        metrics = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in view.metrics.items()]
+        sentences.append(f"{', '.join(metrics).capitalize()}.")
+    if math.isfinite(view.clipped_fraction):
+        sentences.append(f"{view.clipped_fraction:.0%} of the steps were clipped.")
+    sentences += _spikes(view)
+    return " ".join(sentences)
 
 
-def _spikes(view: RunView) -> str:
+def _spikes(view: RunView) -> list[str]:
     """How many steps stood out by their gradient norm, and where the last did; empty without any."""
-    spikes = view.trace.spikes if view.trace else []
-    if not spikes:
-        return ""
-    step, layer = spikes[-1]["step"], spikes[-1].get("layer")
-    return f"Spikes: {len(spikes):,}. The last is at step {step:,}, most of it in {layer}."
+    if view.trace is None or not view.trace.spikes:
+        return []
+    spikes = view.trace.spikes
+    last = spikes[-1]
+    where = f"The last is at step {last['step']:,}, most of it in {last.get('layer')}."
+    return [f"Spikes: {len(spikes):,}.", where]
 
 
 def _ending(view: RunView) -> str:
@@ -190,9 +194,9 @@ def scatter(view: RunView) -> str:
     )
     if view.fit is None:
         return words
-    fit, control = view.fit, view.fit.control
+    fit = view.fit
     low, high = fit.spearman_interval
-    expected = f"; constant sharpness would show {control.spearman:.2f}" if control else ""
+    expected = f"; constant sharpness would show {fit.control.spearman:.2f}" if fit.control else ""
     return (
         f"{words} Their rank correlation is {fit.spearman:.2f} "
         f"({fit.level:.0%} interval {low:.2f} to {high:.2f}){expected}. "
@@ -203,12 +207,13 @@ def scatter(view: RunView) -> str:
 
 def norm(view: RunView) -> str:
     """Range of the gradient norm and how often it was clipped."""
-    norms, share = finite(view.rows["grad_norm"]), view.clipped_fraction
+    norms = finite(view.rows["grad_norm"])
+    words = f"Gradient norms go from {_range(norms)}; their median is {np.median(norms):.3g}."
+    if math.isinf(view.max_norm):
+        return words
+    share = view.clipped_fraction
     clipped = "" if math.isnan(share) else f"; about {share:.0%} of the steps were clipped"
-    return _sentences(
-        (True, f"Gradient norms go from {_range(norms)}; their median is {np.median(norms):.3g}."),
-        (math.isfinite(view.max_norm), f"Clipping starts at {view.max_norm:.4g}{clipped}."),
-    )
+    return f"{words} Clipping starts at {view.max_norm:.4g}{clipped}."
 
 
 def loss(view: RunView) -> str:
@@ -245,80 +250,73 @@ def within(view: RunView) -> str:
     return str(view.fit.within)
 
 
+def within_chart(view: RunView) -> str:
+    """The same, and what a point of the chart is."""
+    return f"{within(view)} Each point is one step: the change of both over its last part."
+
+
 def layers(view: RunView) -> str:
     """The layers with the largest and the smallest median sharpness."""
     names = [f"{name} ({np.median(finite(values)):.3g})" for name, values in view.layers.items()]
-    return _sentences(
-        (True, f"A line is the sharpness of one of {len(names)} layers."),
-        (True, f"In the median it is largest in {names[0]} and smallest in {names[-1]}."),
-        (len(names) > NUM_COLOURS, "The sharpest have names, the others are grey."),
+    words = (
+        f"A line is the sharpness of one of {len(names)} layers. "
+        f"In the median it is largest in {names[0]} and smallest in {names[-1]}."
     )
+    if len(names) > NUM_COLOURS:
+        words += " The sharpest have names, the others are grey."
+    return words
 
 
 def calibration(view: RunView) -> str:
     """Gains of the trials, and the setting that follows."""
-    found = view.calibration
-    assert found is not None
-    arms = found.last_arms
+    result = view.calibration
+    assert result is not None
+    arms = result.last_arms
     best = max(arms, key=lambda arm: arm.gain)
     return (
         f"{len(arms)} trials of {arms[0].num_steps} steps ran before training and took "
-        f"{found.num_gradients} gradients in all. The loss of other batches fell most, "
-        f"by {best.gain:.3g}, at lr {best.lr:.3g}. The choice is lr {found.lr:.3g}; confidence: "
-        f"{found.confidence}."
+        f"{result.num_gradients} gradients in all. The loss of other batches fell most, "
+        f"by {best.gain:.3g}, at lr {best.lr:.3g}. The choice is lr {result.lr:.3g}; confidence: "
+        f"{result.confidence}."
     )
-
-
-# By the kind of the chart.
-OF_RUN: dict[str, Callable[[RunView], str]] = {
-    "scatter": scatter, "norm": norm, "loss": loss, "edge": edge, "layers": layers,
-    "calibration": calibration,
-    "within": lambda view: f"{within(view)} Each point is one step: the change of both over its last part.",
-}  # fmt: skip
 
 
 def comparison(views: Sequence[RunView], num_settings: int) -> str:
     """Runs by final training loss, the best first."""
     best = views[0]
-    lowest = f"Training loss ends lowest, at {best.final_loss:.4g}, in {best.name} ({best.setting})."
-    diverged = sum(view.is_lost for view in views)
-    seeds = f"{num_settings} settings: a line is the mean over seeds, a band their range."
-    return _sentences(
-        (True, f"{len(views)} runs share these axes."),
-        (num_settings < len(views), seeds),
-        (math.isfinite(best.final_loss), lowest),
-        (diverged > 0, f"{diverged} diverged."),
-    )
+    num_diverged = sum(view.diverged for view in views)
+    sentences = [f"{len(views)} runs share these axes."]
+    if num_settings < len(views):
+        sentences.append(f"{num_settings} settings: a line is the mean over seeds, a band their range.")
+    if math.isfinite(best.final_loss):
+        where = f"{best.name} ({best.setting})"
+        sentences.append(f"Training loss ends lowest, at {best.final_loss:.4g}, in {where}.")
+    if num_diverged:
+        sentences.append(f"{num_diverged} diverged.")
+    return " ".join(sentences)
 
 
-# Headings of the kinds of claims of a reproduction, what their second column holds, and colours of verdicts.
-CLAIM_PARTS = {
-    "paper": ("The paper's claims", "the paper says"),
-    "erratum": ("Errata", "the paper says"),
-    "addition": ("Our additions", "asked"),
-}
-BADGES = {"reproduced": "supported", "holds": "supported", "not reproduced": "not", "does not hold": "not"}
-
-
-def claim_parts(claims: Sequence[Mapping[str, object]]) -> list[dict[str, object]]:
-    """The claims of a reproduction kind by kind, each with the class of its badge."""
+def claim_parts(saved: Fields) -> list[Fields]:
+    """The claims of a reproduction kind by kind, under its own headings, each with the class of its badge."""
+    claims: list[Fields] = saved.get("claims", [])
+    badges: Fields = saved.get("badges", {})
+    headings: Fields = saved.get("headings", {})  # by kind: that of the table, and of its column of claims
     parts = []
-    for kind, (heading, asked) in CLAIM_PARTS.items():
+    for kind in dict.fromkeys([*headings, *(claim.get("kind", "") for claim in claims)]):
         rows = [
-            {**claim, "badge": BADGES.get(str(claim.get("verdict")), "")}
+            {**claim, "badge": badges.get(str(claim.get("verdict")), "")}
             for claim in claims
-            if claim.get("kind") == kind
+            if claim.get("kind", "") == kind
         ]
         if rows:
+            heading, asked = headings.get(kind, (kind, "claim"))
             tally = Counter((row["verdict"], row["badge"]) for row in rows)
             parts.append({"heading": heading, "asked": asked, "rows": rows, "tally": tally})
     return parts
 
 
-def page_title(views: Sequence[RunView], places: Sequence[Path], *, reproduction: bool) -> str:
-    """The heading where the user gave none: the run, or the folder of several."""
-    if reproduction:
-        return "Why gradient clipping accelerates training: a reproduction"
+def page_title(views: Sequence[RunView], places: Sequence[Path]) -> str:
+    """The heading where nobody gave one: the run, or the folder of several."""
     if len(views) == 1:
         return views[0].name
     return ", ".join(place.resolve().name for place in places[:3])
@@ -331,11 +329,11 @@ def subtitle(views: Sequence[RunView]) -> str:
     if len(views) == 1:
         facts = [f"{views[0].step:,} steps"]
     facts += dict.fromkeys(str(view.facts.get("data", "")).partition(" from ")[0] for view in views)
-    return "; ".join(filter(None, facts))
+    return "; ".join(fact for fact in facts if fact)
 
 
 def setup(views: Sequence[RunView]) -> dict[str, str]:
-    """Recipe, status and header of the trace: each field with the values that runs have."""
+    """What was trained, its status, the header of the trace: each field with the values that runs have."""
     table: dict[str, dict[str, None]] = {}
     for view in views:
         for name, value in {**view.fields, **view.facts, **view.header}.items():
@@ -363,20 +361,20 @@ GLOSSARY = {
 _WORDS = re.compile(rf"\b({'|'.join(GLOSSARY)})\b", re.IGNORECASE)
 
 
-def explained(text: str) -> Markup:
+def with_glossary(text: str) -> Markup:
     """The text for HTML, the first use of each known word with its explanation on hover.
 
     Example:
-        >>> explained("frontier <b>")
+        >>> with_glossary("frontier <b>")
         Markup('<abbr title="The lowest line above all measured points.">frontier</abbr> &lt;b&gt;')
     """
-    left = set(GLOSSARY)
+    unused = set(GLOSSARY)
 
-    def mark(found: re.Match[str]) -> str:
-        word = found.group()
-        if word.lower() not in left:
+    def mark(match: re.Match[str]) -> str:
+        word = match.group()
+        if word.lower() not in unused:
             return word
-        left.discard(word.lower())
+        unused.discard(word.lower())
         return f'<abbr title="{GLOSSARY[word.lower()]}">{word}</abbr>'
 
     return Markup(_WORDS.sub(mark, plain(text)))

@@ -9,16 +9,20 @@ from curvestep.checks import needs_extra
 
 if TYPE_CHECKING:
     from curvestep.display.page import Page
+    from curvestep.smoothness.probe import SmoothnessProbe
     from curvestep.trace.trace import Trace
 
 
 def report(
-    *runs: str | Path | Trace, output: str | Path = "report.html", title: str = "", overwrite: bool = False
+    *runs: SmoothnessProbe | Trace | str | Path,
+    output: str | Path = "report.html",
+    title: str = "",
+    overwrite: bool = False,
 ) -> Page:
     """Write one self-contained HTML page about these runs: charts, verdict, warnings (extra `report`).
 
     Args:
-        runs: Traces; trace files; run folders; folders that hold any of these. At least one.
+        runs: Probes; traces and their files; run folders; folders that hold any of these. At least one.
         output: The HTML file. A page written before is replaced, any other file is not.
         title: Heading of the page; default: what was found.
         overwrite: Replace ``output`` whatever it is.

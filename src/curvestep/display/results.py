@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import fnmatch
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import reduce
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -20,6 +18,7 @@ if TYPE_CHECKING:
 
 SHOWN_ROWS = 4000  # longer series are shown by evenly spaced rows
 Columns = Mapping[str, np.ndarray]
+Look = dict[str, Any]  # keyword arguments of a series
 _NONE = np.array([])
 
 
@@ -30,7 +29,8 @@ def columns_of(trace: Trace) -> dict[str, np.ndarray]:
     """
     keep = thinned(np.flatnonzero(trace.ok & np.isfinite(trace.column("grad_norm"))))
     names = ["step", "loss", "grad_norm", "step_norm", "smoothness", "lr"]
-    names += ["optimizer_smoothness", "optimizer_limit", *fnmatch.filter(trace.names, "layers/*/smoothness")]
+    names += ["optimizer_smoothness", "optimizer_limit"]
+    names += [name for name in trace.names if name.startswith("layers/") and name.endswith("/smoothness")]
     rows = {name: trace.column(name)[keep] for name in names}
     rows["clip_norm"] = trace.clip_norm[keep]
     return rows
@@ -75,60 +75,62 @@ def trace_charts(trace: Trace) -> list[Chart]:
 
 def scatter(rows: Columns, fit: SmoothnessFit | None = None) -> Chart | None:
     """Smoothness against gradient norm, coloured by iteration, with the fitted line and the frontier."""
-    found = usable(rows, "grad_norm", "smoothness", "step", "loss", "lr", positive=2)
-    step = found["step"]
+    points = usable(rows, "grad_norm", "smoothness", "step", "loss", "lr", positive=2)
+    step = points["step"]
     if not len(step):
         return None
-    extra = {name: found[name] for name in ("step", "loss", "lr")}
-    x, y = found["grad_norm"], found["smoothness"]
-    series = [Series("measured", x, y, dash="", mark="circle", shade=step, extra=extra)]
+    extra = {name: points[name] for name in ("step", "loss", "lr")}
+    look: Look = {"dash": "", "mark": "circle", "shade": step, "extra": extra}
+    series = [Series("measured", points["grad_norm"], points["smoothness"], **look)]
     if fit is not None:
         norms = np.geomspace(*fit.grad_norm_range, 60)
         line = f"{fit.quantile:.0%} line: {fit.L0:.3g} + {fit.L1:.3g}‖g‖"
         series.append(Series(line, norms, fit.L0 + fit.L1 * norms, colour=1))
         frontier = fit.envelope(norms)
         series.append(Series("frontier", norms, frontier, colour="ink", dash="dash", weight=THIN))
-    axes = Axis(GRADIENT, log=True), Axis(SHARPNESS, log=True)
-    return Chart("scatter", "Sharpness against gradient norm", *axes, tuple(series), switch="xy")
+    x = Axis(GRADIENT, log=True)
+    y = Axis(SHARPNESS, log=True)
+    return Chart("scatter", "Sharpness against gradient norm", x, y, tuple(series), switch="xy")
 
 
 def norm(rows: Columns, *, max_norm: float = math.inf) -> Chart | None:
     """Gradient norm over the steps, the clipped ones marked."""
     if not np.isfinite(rows.get("grad_norm", _NONE)).any():
         return None
-    step, norms, clipped = rows["step"], rows["grad_norm"], np.isfinite(rows["clip_norm"])
+    step = rows["step"]
+    norms = rows["grad_norm"]
+    clipped = np.isfinite(rows["clip_norm"])
     series = [Series("gradient norm", step, norms)]
     if clipped.any():
         look = {"colour": 1, "dash": "", "mark": "triangle"}
         series.append(Series("clipped steps", step[clipped], norms[clipped], **look))
     if math.isfinite(max_norm):
         series.append(level(step, max_norm, "clipping starts"))
-    axes = Axis("iteration"), Axis(GRADIENT, log=True)
-    return Chart("norm", "Gradient norm", *axes, tuple(series))
+    return Chart("norm", "Gradient norm", Axis("iteration"), Axis(GRADIENT, log=True), tuple(series))
 
 
-def loss(rows: Columns, held_out: Columns | None = None, *, is_lost: bool = False) -> Chart | None:
-    """Training loss over the steps, red if the run is lost, and the held-out loss where there is one."""
+def loss(rows: Columns, held_out: Columns | None = None, *, diverged: bool = False) -> Chart | None:
+    """Training loss over the steps, red if the run diverged, and the held-out loss where there is one."""
     if not np.isfinite(rows.get("loss", _NONE)).any():
         return None
-    colour = {True: "bad", False: 0}[is_lost]
-    series = [Series("training loss", rows["step"], rows["loss"], colour=colour, is_lost=is_lost)]
+    colour = "bad" if diverged else 0
+    series = [Series("training loss", rows["step"], rows["loss"], colour=colour, diverged=diverged)]
     if held_out and len(held_out["step"]):
-        other = held_out["step"], held_out["loss"]
-        series.append(Series("held-out loss", *other, colour=1, mark="square"))
-    axes = Axis("iteration"), Axis("loss", log=is_lost)
-    return Chart("loss", "Loss", *axes, tuple(series), switch="y")
+        series.append(Series("held-out loss", held_out["step"], held_out["loss"], colour=1, mark="square"))
+    return Chart("loss", "Loss", Axis("iteration"), Axis("loss", log=diverged), tuple(series), switch="y")
 
 
 def stability(rows: Columns) -> tuple[np.ndarray, float]:
-    """Of each row lr times smoothness over what is stable on a quadratic, and that limit.
+    """For each row lr times smoothness over what is stable on a quadratic, and that limit.
 
     It is 2 for plain descent; for momentum and Adam it is another, of the smoothness in their own metric.
     """
     known = finite(rows.get("optimizer_limit", _NONE))
-    limit, column = 2.0, "smoothness"
+    limit = 2.0
+    column = "smoothness"
     if len(known) and np.median(known) != limit:
-        limit, column = float(np.median(known)), "optimizer_smoothness"
+        limit = float(np.median(known))
+        column = "optimizer_smoothness"
     with np.errstate(invalid="ignore"):
         return rows["lr"] * rows[column] / limit, limit
 
@@ -142,8 +144,8 @@ def edge(rows: Columns) -> Chart | None:
         return None
     name = f"lr·sharpness/{limit:.3g}"
     limit_line = level(rows["step"], 1.0, "edge of stability", colour=1)
-    axes = Axis("iteration"), Axis(name, log=True)
-    return Chart("edge", "Stability margin", *axes, (Series(name, rows["step"], edges), limit_line))
+    series = (Series(name, rows["step"], edges), limit_line)
+    return Chart("edge", "Stability margin", Axis("iteration"), Axis(name, log=True), series)
 
 
 def within(fit: SmoothnessFit) -> Chart | None:
@@ -152,7 +154,9 @@ def within(fit: SmoothnessFit) -> Chart | None:
         return None
     x, y = fit.changes_within()
     shown = np.isfinite(x) & np.isfinite(y)
-    x, y, step = x[shown], y[shown], fit.samples.step[shown]
+    x = x[shown]
+    y = y[shown]
+    step = fit.samples.step[shown]
     ends = np.array([min(0.0, x.min()), max(0.0, x.max())])
     elasticity = fit.within.elasticity
     series = (
@@ -160,21 +164,22 @@ def within(fit: SmoothnessFit) -> Chart | None:
         Series(f"slope {elasticity:.2f}", ends, elasticity * ends, colour=1),
         level(ends, 0.0, "constant sharpness"),
     )
-    axes = Axis("change of log gradient norm"), Axis("change of log sharpness")
-    return Chart("within", "Inside single steps", *axes, series)
+    across = Axis("change of log gradient norm")
+    up = Axis("change of log sharpness")
+    return Chart("within", "Inside single steps", across, up, series)
 
 
 def fit_charts(fit: SmoothnessFit) -> list[Chart]:
     """The rows with the fitted line, and what happens inside single steps where that was measured."""
     samples = fit.samples
     names = ("step", "loss", "grad_norm", "smoothness", "lr")
-    found = scatter({name: getattr(samples, name) for name in names}, fit), within(fit)
-    return [chart for chart in found if chart is not None]
+    charts = [scatter({name: getattr(samples, name) for name in names}, fit), within(fit)]
+    return [chart for chart in charts if chart is not None]
 
 
-def calibration(found: Calibration) -> Chart:
-    """The gain of each trial against its learning rate, one line for each length, and the choice."""
-    table = np.array([(arm.num_steps, arm.lr, arm.gain, arm.error) for arm in found.arms])
+def calibration(result: Calibration) -> Chart:
+    """The gain of each trial against its learning rate, one line per length, and the choice."""
+    table = np.array([(arm.num_steps, arm.lr, arm.gain, arm.error) for arm in result.arms])
     table = table[np.isfinite(table[:, 2])]
     series = []
     for number, length in enumerate(np.unique(table[:, 0])):
@@ -182,9 +187,11 @@ def calibration(found: Calibration) -> Chart:
         look = {"colour": number, "mark": "circle", "band": (gains - errors, gains + errors)}
         series.append(Series(f"{length:.0f} steps", rates, gains, **look))
     ends = np.array([table[:, 2].min(initial=0.0), table[:, 2].max(initial=0.0)])
-    chosen = Series(f"lr {found.lr:.3g}", np.array([found.lr, found.lr]), ends, colour="ink", dash="dash")
-    axes = Axis("learning rate", log=True), Axis("fall of the loss of other batches")
-    return Chart("calibration", "What short trials gained", *axes, (*series, chosen))
+    chosen_lr = np.array([result.lr, result.lr])
+    chosen = Series(f"lr {result.lr:.3g}", chosen_lr, ends, colour="ink", dash="dash")
+    x = Axis("learning rate", log=True)
+    y = Axis("fall of the loss of other batches")
+    return Chart("calibration", "What short trials gained", x, y, (*series, chosen))
 
 
 def running_mean(steps: np.ndarray, values: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray]:
@@ -195,7 +202,8 @@ def running_mean(steps: np.ndarray, values: np.ndarray, window: int) -> tuple[np
         array([1. , 1.5, 4. ])
     """
     usable = np.isfinite(values)
-    steps, values = steps[usable], values[usable]
+    steps = steps[usable]
+    values = values[usable]
     sums = np.concatenate([[0.0], np.cumsum(values)])
     end = np.arange(1, len(values) + 1)
     start = np.searchsorted(steps, steps - window, side="right")
@@ -204,8 +212,11 @@ def running_mean(steps: np.ndarray, values: np.ndarray, window: int) -> tuple[np
 
 def on_common_steps(series: Sequence[tuple[np.ndarray, np.ndarray]]) -> tuple[np.ndarray, np.ndarray]:
     """Steps that all seeds have, and their values, shaped (seeds, steps): seeds may end at different ones."""
-    steps = reduce(np.intersect1d, [steps for steps, _ in series])
-    return steps, np.array([v[np.isin(s, steps)] for s, v in series]).reshape(len(series), len(steps))
+    common, _ = series[0]
+    for steps, _ in series[1:]:
+        common = np.intersect1d(common, steps)
+    shared = [values[np.isin(steps, common)] for steps, values in series]
+    return common, np.array(shared).reshape(len(series), len(common))
 
 
 def over_seeds(name: str, steps: np.ndarray, values: np.ndarray, **look: Any) -> Series:

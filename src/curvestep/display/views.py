@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import TypeVar
 
@@ -26,7 +25,7 @@ from curvestep.trace.clipping import clip_norms
 from curvestep.trace.history import History, clipped_share, end_of_run, lr_of_run
 from curvestep.trace.run import METRICS, TRACE, Fields, Run
 from curvestep.trace.schema import NONFINITE
-from curvestep.trace.sources import find_sources, place_of, short_names, task_of
+from curvestep.trace.sources import Place, find_sources, place_of, short_names, task_of
 from curvestep.trace.trace import Trace
 
 NOT_MEASURED, NOT_JUDGED, DAMAGED = "not-measured", "not-judged", "damaged"  # kinds of notes
@@ -67,27 +66,29 @@ class RunView:
     calibration: Calibration | None = None  # where ``lr`` and ``max_norm`` were measured before training
 
     @property
-    def is_lost(self) -> bool:
+    def diverged(self) -> bool:
         """Whether it diverged, by its status or by what its trace shows."""
         return self.status == "diverged" or (self.advice is not None and self.advice.action == DIVERGED)
 
     @property
     def ending(self) -> str:
-        """Its status, or that its trace shows that it diverged; empty if nobody knows."""
-        return DIVERGED if self.is_lost else self.status
+        """Its status, or that its trace shows that it diverged; empty if unknown."""
+        return DIVERGED if self.diverged else self.status
 
     @property
     def doubts(self) -> tuple[str, ...]:
         """The notes as sentences."""
-        return tuple(map(str, self.notes))
+        return tuple(str(note) for note in self.notes)
 
     @property
     def warnings(self) -> tuple[str, ...]:
         """The warnings of the fit and of the advice, each once."""
-        found: list[str] = []
-        for judged in filter(None, (self.fit, self.advice)):
-            found += map(str, judged.warnings)
-        return tuple(dict.fromkeys(found))
+        notes: list[Note] = []
+        if self.fit is not None:
+            notes += self.fit.warnings
+        if self.advice is not None:
+            notes += self.advice.warnings
+        return tuple(dict.fromkeys(str(note) for note in notes))
 
     @property
     def rows(self) -> Columns:
@@ -110,8 +111,8 @@ class RunView:
 class Task:
     """Runs that can be compared, and what they say together."""
 
-    name: str  # recipe or model
-    runs: tuple[RunView, ...]  # at least one; best setting first, lost ones last
+    name: str  # what its runs call themselves, or the model
+    runs: tuple[RunView, ...]  # at least one; best setting first, diverged ones last
     advice: Advice | None  # from all of their fits; None if none of them measured anything
 
 
@@ -120,8 +121,8 @@ def tasks_of(views: Sequence[RunView]) -> list[Task]:
     groups: dict[str, list[RunView]] = {}
     for view in views:
         groups.setdefault(view.task, []).append(view)
-    tasks = list(map(_task, groups.values()))
-    # Of one recipe or model, tasks are told apart by all that makes them differ.
+    tasks = [_task(runs) for runs in groups.values()]
+    # Tasks of one model are told apart by all that makes them differ.
     names = Counter(task.name for task in tasks)
     return [task if names[task.name] == 1 else replace(task, name=task.runs[0].task) for task in tasks]
 
@@ -134,24 +135,27 @@ def _task(runs: Sequence[RunView]) -> Task:
     if len(measured) > 1:
         advice = advise(*measured)
     best_first = sorted(seeds_by_setting(runs).values(), key=_mean_loss)
-    return Task(name=str(known["name"]), runs=tuple(chain(*best_first)), advice=advice)
+    in_order = tuple(view for seeds in best_first for view in seeds)
+    return Task(name=str(known["name"]), runs=in_order, advice=advice)
 
 
 def _mean_loss(seeds: Sequence[RunView]) -> float:
-    """Final loss of a setting; infinite if one of its seeds is lost or has none."""
+    """Final loss of a setting; infinite if one of its seeds diverged or has none."""
     mean = float(np.mean([view.final_loss for view in seeds]))
-    if math.isnan(mean) or any(view.is_lost for view in seeds):
+    if math.isnan(mean) or any(view.diverged for view in seeds):
         return math.inf
     return mean
 
 
 def seeds_by_setting(views: Sequence[RunView]) -> dict[str, list[RunView]]:
     """The seeds of each setting, by its name and, among those of one name, the fields that differ."""
-    identities = list(map(_identity, views))
+    identities = [_identity(view) for view in views]
     settings: dict[str, list[RunView]] = {}
     for view, own in zip(views, identities, strict=True):
-        alike = [other for one, other in zip(views, identities, strict=True) if one.setting == view.setting]
-        differ = [name for name in own if any(other.get(name) != own[name] for other in alike)]
+        namesakes = [
+            other for one, other in zip(views, identities, strict=True) if one.setting == view.setting
+        ]
+        differ = [name for name in own if any(other.get(name) != own[name] for other in namesakes)]
         words = [f"{name.replace('_', ' ')} {short(own[name])}" for name in differ if own[name]]
         settings.setdefault(", ".join([view.setting, *words]), []).append(view)
     return settings
@@ -168,19 +172,17 @@ def fit_run(run: Run) -> SmoothnessFit:
     return fit_smoothness(run.trace)
 
 
-def find_views(
-    paths: Iterable[str | Path | Trace], *, fit: Callable[[Run], SmoothnessFit] = fit_run
-) -> list[RunView]:
-    """The runs in ``paths``; ``fit`` may know their fits already.
+def find_views(places: Iterable[Place], *, fit: Callable[[Run], SmoothnessFit] = fit_run) -> list[RunView]:
+    """The runs in ``places``; ``fit`` may know their fits already.
 
     Raises:
         ValueError: a path does not exist, or there is neither a run nor a trace in it.
     """
-    sources = find_sources(paths)
+    sources = find_sources(places)
     if not sources:  # a reproduction may have claims and figures only
         return []
     # A run is named after its folder, a trace file after its own name unless that is just ``trace.jsonl``.
-    files = map(place_of, sources)
+    files = [place_of(source) for source in sources]
     names = short_names([file.resolve().parent if file.name == TRACE else file for file in files])
     views = []
     for source, name in zip(sources, names, strict=True):
@@ -193,15 +195,17 @@ def find_views(
 
 def _run_view(run: Run, name: str, fit: Callable[[Run], SmoothnessFit]) -> RunView:
     notes: list[Note] = []
-    with _noted(notes):
+    with _warnings_as_notes(notes):
         train = _training_columns(run)
         held_out = _held_out(run.metrics)
-        calibration = _tried(partial(read_calibration, run.folder), DAMAGED, notes)
+        calibration = _read_or_note(partial(read_calibration, run.folder), DAMAGED, notes)
         measurement: Fields = {}
-        if not run.trace_path.exists():
+        if run.trace_path.exists():
+            trace = _read_or_note(lambda: run.trace, DAMAGED, notes)
+            if trace is not None:  # one without rows is false
+                measurement = _measurement(trace, partial(fit, run), notes)
+        else:
             notes.append(Note(NOT_MEASURED, "Nothing was measured: the run has no trace."))
-        elif (trace := _tried(lambda: run.trace, DAMAGED, notes)) is not None:  # one without rows is false
-            measurement = _measurement(trace, partial(fit, run), notes)
     if run.lost_rows:
         notes.append(Note(DAMAGED, run.lost_rows))
     status = run.status
@@ -267,7 +271,7 @@ def _metrics(by_split: Fields) -> dict[str, float]:
 def _trace_view(source: Path | Trace, name: str) -> RunView:
     """A trace alone; ``metrics.jsonl`` and ``calibration.json`` beside it are shown too."""
     notes: list[Note] = []
-    with _noted(notes):
+    with _warnings_as_notes(notes):
         trace = source if isinstance(source, Trace) else Trace.load(source)
         path = place_of(trace)
         measurement = _measurement(trace, partial(fit_smoothness, trace), notes)
@@ -275,16 +279,16 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
         if path.name == TRACE:
             beside = {
                 "held_out": _held_out(_rows_beside(path)),
-                "calibration": _tried(partial(read_calibration, path.parent), DAMAGED, notes),
+                "calibration": _read_or_note(partial(read_calibration, path.parent), DAMAGED, notes),
             }
     measured = measurement["measured"]
     max_norm = common_threshold(measured["clip_norm"])
-    lost = trace.column("status")[-1:].tolist() == [NONFINITE]
+    diverged = trace.column("status")[-1:].tolist() == [NONFINITE]
     return RunView(
         name=name,
         setting=_setting(lr_of_run(trace.header, measured["lr"]), trace.header.get("max_norm", max_norm)),
         task=task_of(trace) or name,
-        status="diverged" if lost else "",
+        status="diverged" if diverged else "",
         step=int(trace.column("step").max(initial=0)),
         final_loss=end_of_run(History.of(trace))[0],
         max_norm=max_norm,
@@ -323,7 +327,7 @@ def _rows_beside(trace: Path) -> list[Fields]:
         return list(read_rows(file, path))
 
 
-def _tried(read: Callable[[], Result], kind: str, notes: list[Note]) -> Result | None:
+def _read_or_note(read: Callable[[], Result], kind: str, notes: list[Note]) -> Result | None:
     """What ``read`` gives, or None and a note of why it does not."""
     try:
         return read()
@@ -334,7 +338,7 @@ def _tried(read: Callable[[], Result], kind: str, notes: list[Note]) -> Result |
 
 def _measurement(trace: Trace, fitted: Callable[[], SmoothnessFit], notes: list[Note]) -> Fields:
     """Columns, fit and advice of a trace."""
-    fit = _tried(fitted, NOT_JUDGED, notes)
+    fit = _read_or_note(fitted, NOT_JUDGED, notes)
     measured = columns_of(trace)
     return {
         "layers": _layers(measured),
@@ -356,10 +360,10 @@ def _layers(measured: Columns) -> Columns:
 
 
 @contextmanager
-def _noted(notes: list[Note]) -> Iterator[None]:
+def _warnings_as_notes(notes: list[Note]) -> Iterator[None]:
     """Turn warnings of the readers (a torn last line) into notes."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        warnings.simplefilter("ignore", RuntimeWarning)  # a lost run's numbers overflow
+        warnings.simplefilter("ignore", RuntimeWarning)  # numbers of a diverged run overflow
         yield
     notes += [Note(DAMAGED, str(warning.message)) for warning in caught]

@@ -37,6 +37,9 @@ HEADINGS = {
     ERRATUM: ("Errata", "the paper says"),
     ADDITION: ("Our additions", "asked"),
 }
+# The classes of verdicts in the style sheet of the page.
+BADGES = {REPRODUCED: "supported", HOLDS: "supported", NOT_REPRODUCED: "not", DOES_NOT_HOLD: "not"}
+TITLE = "Why gradient clipping accelerates training: a reproduction"
 _VERBS = {IN_PART: ("holds", "hold")}  # of one claim, of several; others are, or are not
 CONFIDENCE = 0.9
 ONE_SEED = 3.0  # standard deviations by which the margin of a single seed must clear zero
@@ -238,10 +241,11 @@ def tally(claims: Sequence[Claim]) -> str:
 def write_claims(
     claims: Sequence[Claim], folder: Path, *, data: Sequence[str] = (), notes: Sequence[str] = ()
 ) -> None:
-    """Write ``claims.json`` and ``claims.md`` into ``folder``."""
+    """Write ``claims.json``, all that a page shows of the claims, and ``claims.md`` into ``folder``."""
     rows = [asdict(claim) for claim in claims]
-    about = {"found": tally(claims), "data": list(data), "notes": list(notes)}
-    write_json(folder / CLAIMS_JSON, {**about, "claims": rows})
+    about = {"title": TITLE, "found": tally(claims), "data": list(data), "notes": list(notes)}
+    looks = {"headings": HEADINGS, "badges": BADGES}
+    write_json(folder / CLAIMS_JSON, {**about, **looks, "claims": rows})
     text = as_markdown(claims, data=data, notes=notes)
     (folder / CLAIMS_TABLE).write_text(text, encoding="utf-8")
 
