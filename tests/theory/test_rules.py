@@ -9,9 +9,9 @@ from curvestep.theory.problems.polynomials import Quartic
 from curvestep.theory.rules import (
     ClippedStep,
     FixedStep,
+    Iterate,
     LogarithmicStep,
     NormalizedStep,
-    Point,
     ShiftedClippedStep,
     SmoothClippedStep,
 )
@@ -52,7 +52,7 @@ def test_stepping_many_points_is_the_formula_one_by_one(g, a, b, c):
             float(rule.function(float(norm), **dict(zip(rule.parameters, map(float, values), strict=True))))
             for norm, *values in points
         ]
-        point = Point(norms, norms, norms.copy(), Quartic())
+        point = Iterate(norms, norms, norms.copy(), Quartic())
         np.testing.assert_allclose(rule.stepper(norms.shape)(point), one_by_one, rtol=1e-12)
         np.testing.assert_allclose(rule(point), one_by_one, rtol=1e-12)
         np.testing.assert_allclose(rule.at_norm(norms), one_by_one, rtol=1e-12)
@@ -67,7 +67,7 @@ def test_shifted_clipping_is_its_formula_and_an_infinite_threshold_never_clips()
     huge = np.array([1e308, 1e308])
     for rule in (ClippedStep(lr=0.5, max_norm=thresholds), ShiftedClippedStep(0.5, thresholds, 0.0)):
         assert rule.at_norm(np.array([1e308, 1e308]))[1] == 0.5
-        assert rule.stepper((2,))(Point(huge, huge, huge, Quartic()))[1] == 0.5
+        assert rule.stepper((2,))(Iterate(huge, huge, huge, Quartic()))[1] == 0.5
 
 
 @given(g=positive, L0=positive, L1=positive, factor=st.floats(0.5, 2.0))

@@ -12,7 +12,7 @@ from scipy.stats import binom
 
 from curvestep.checks import check_count, check_inside, check_positive
 from curvestep.theory.problems.base import Array, Noise, Problem
-from curvestep.theory.rules import Point, Step, StepRule
+from curvestep.theory.rules import Iterate, Step, StepRule
 
 # Iterates looked at together: few numpy calls for each iteration, little memory.
 LARGEST_BLOCK = 1024
@@ -181,7 +181,7 @@ def walk(
                 g = problem.gradient(x)
                 if noise is not None:
                     g = g + z
-                h = step(Point(x, g, norm(g), problem))
+                h = step(Iterate(x, g, norm(g), problem))
                 x = np.subtract(x, scale(h, g), row)
             yield done, buffer[:num]
             begin = 0

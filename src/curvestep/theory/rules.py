@@ -1,6 +1,6 @@
 r"""Steps of descent on many points at once, :math:`x^+ = x - hg`.
 
-A step is any function from a :class:`Point` to step sizes h. A :class:`StepRule` is a step that sees the
+A step is any function from an :class:`Iterate` to step sizes h. A :class:`StepRule` is a step that sees the
 gradient norm alone: a name, a formula and its parameters, each one number, or one for each point. The
 formulas are those of :mod:`curvestep.steps`, and two that only the theory uses.
 """
@@ -24,16 +24,16 @@ from curvestep.steps import (
 from curvestep.theory.problems.base import Array, Problem
 
 
-class Point(NamedTuple):
-    """Where steps begin, for one run or for many."""
+class Iterate(NamedTuple):
+    """Where steps begin, for one run or for many: what a step may look at."""
 
-    x: Array  # the iterates
+    x: Array  # the points
     g: Array  # the gradients that the steps see, with their noise
     norm: Array  # the norms of these
     problem: Problem  # the function
 
 
-Step = Callable[[Point], Array]
+Step = Callable[[Iterate], Array]
 
 
 @step_rule
@@ -77,7 +77,7 @@ class StepRule:
         """The hyperparameters by name."""
         return asdict(self)  # pyright: ignore[reportArgumentType]  # every rule is a dataclass
 
-    def __call__(self, point: Point) -> Array:
+    def __call__(self, point: Iterate) -> Array:
         """Step sizes at these points."""
         return self.at_norm(point.norm)
 
