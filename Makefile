@@ -4,6 +4,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 READY  := $(VENV)/.ready
 PIP    := $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off
+# Empty, the newest versions of everything are installed.
+PINS   ?= -c constraints.txt
 export OMP_NUM_THREADS ?= 1
 
 # The oldest versions that pyproject.toml admits. A torch of its own index may be given: OLDEST_PIP="--index-url …".
@@ -18,7 +20,7 @@ BENCHMARKED := tests/calibration/test_benchmark.py
 # torch 2.6 says of its own SequentialLR that it is deprecated.
 CORE_TESTS  := -m pytest -q -n 2 --dist loadfile -m "not slow" -W "ignore:The epoch parameter:UserWarning"
 
-.PHONY: help test fast reproduce check format bench oldest compat soak faults sanitize docs build clean
+.PHONY: help test fast reproduce check format bench oldest compat soak faults sanitize docs build try clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -26,8 +28,8 @@ help:  ## this list
 
 $(READY): pyproject.toml reproduction/pyproject.toml constraints.txt hatch_build.py $(wildcard src/curvestep/tensors/kernel/*.[ch])
 	$(PYTHON) -m venv $(VENV)
-	$(PIP) -q -c constraints.txt -U pip  # that knows dependency groups
-	$(PIP) -c constraints.txt -e ".[report,lightning,transformers,loggers]" -e "./reproduction[ray]" --group dev
+	$(PIP) -q $(PINS) -U pip  # that knows dependency groups
+	$(PIP) $(PINS) -e ".[report,lightning,transformers,loggers]" -e "./reproduction[ray]" --group dev
 	@touch $@
 
 test: $(READY)  ## everything that CI runs, on two cores
@@ -81,8 +83,12 @@ sanitize: $(READY)  ## tests of the kernel, compiled with gcc's checks of memory
 docs: $(READY)  ## the documentation in site/
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --site-dir site $(ARGS)
 
-build: $(READY)  ## wheel and source archive in dist/
+build: $(READY)  ## wheels and source archives of both packages in dist/
 	$(BIN)/python -m build
+	$(BIN)/python -m build --outdir dist reproduction
+
+try: build  ## what is in dist/ in an empty environment: README's script, a run, the page
+	$(PYTHON) tests/support/empty_environment.py dist
 
 clean:  ## remove the environment and everything made
 	rm -rf $(VENV) $(OLDEST) dist site .pytest_cache .ruff_cache .hypothesis

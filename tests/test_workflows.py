@@ -15,6 +15,12 @@ ROOT = Path(__file__).parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 ADDRESS = PROJECT["tool"]["hatch"]["metadata"]["hooks"]["custom"]["address"]
 WORKFLOWS = sorted((ROOT / ".github/workflows").glob("*.yml"))
+REPRODUCTION = tomllib.loads((ROOT / "reproduction/pyproject.toml").read_text(encoding="utf-8"))
+# Where packages are installed, or somebody is told how: the folder of one, and its extras in brackets.
+INSTALLING = [
+    *WORKFLOWS, ROOT / "Makefile", ROOT / ".readthedocs.yaml", *ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"),
+    ROOT / "reproduction/README.md", *ROOT.glob("src/**/*.py"), *ROOT.glob("reproduction/src/**/*.py"),
+]  # fmt: skip
 SCHEMAS = {
     ".github/workflows/*.yml": "vendor.github-workflows custom.github-workflows-require-timeout",
     ".github/dependabot.yml": "vendor.dependabot",
@@ -49,6 +55,44 @@ def test_every_python_that_the_package_names_is_tested_with_oldest_and_newest_to
     oldest = re.search(r"^OLDEST_SET\s*:= (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
     assert oldest is not None
     assert oldest[1] in [row["set"] for row in rows]
+
+
+@pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)
+def test_actions_are_pinned_by_hash_and_get_no_more_than_they_need(path):
+    text = path.read_text(encoding="utf-8")
+    used = re.findall(r"\buses: (.+)", text)
+    assert used
+    assert [line for line in used if not re.fullmatch(r"[\w./-]+@[0-9a-f]{40} # v[\d.]+", line)] == []
+    workflow = loaded(path)
+    assert workflow["permissions"] == {"contents": "read"}
+    for job in workflow["jobs"].values():
+        if "permissions" in job:  # it publishes, from artifacts alone
+            assert job["permissions"] == {"id-token": "write"}
+            assert "environment" in job
+            assert not [step for step in job["steps"] if "run" in step]
+        checkouts = [step for step in job["steps"] if step.get("uses", "").startswith("actions/checkout@")]
+        assert all(step["with"]["persist-credentials"] is False for step in checkouts)
+
+
+def test_one_version_of_each_action_is_used():
+    used = {line for path in WORKFLOWS for line in re.findall(r"\buses: (.+)", path.read_text())}
+    assert len({line.partition("@")[0] for line in used}) == len(used)
+
+
+def test_what_is_published_was_tried_in_an_empty_environment():
+    jobs = loaded(".github/workflows/release.yml")["jobs"]
+    assert jobs["library"]["needs"] == "try"
+    assert jobs["reproduction"]["needs"] == "library"
+    assert set(jobs["try"]["needs"]) == {"wheels", "archives"}
+
+
+def test_every_extra_and_group_that_is_installed_exists():
+    text = "\n".join(path.read_text(encoding="utf-8") for path in INSTALLING)
+    for project, folder in ((PROJECT, "."), (REPRODUCTION, "./reproduction")):
+        named = re.findall(rf"""['" ]{re.escape(folder)}\[([a-z,]+)\]""", text)
+        assert named
+        assert set(",".join(named).split(",")) <= set(project["project"]["optional-dependencies"])
+    assert set(re.findall(r"--group (\w+)", text)) <= set(PROJECT["dependency-groups"])
 
 
 @pytest.mark.parametrize("path", WORKFLOWS, ids=lambda path: path.stem)

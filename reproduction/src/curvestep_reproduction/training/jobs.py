@@ -154,7 +154,9 @@ def _on_ray(jobs: Mapping[str, Job], workers: int, threads: int, address: str | 
         import ray
         from ray.exceptions import OutOfMemoryError, RayError, WorkerCrashedError
     except ImportError:
-        raise ValueError("`engine` 'ray' needs Ray. In curvestep's folder: pip install '.[ray]'.") from None
+        raise ValueError(
+            "`engine` 'ray' needs Ray. In curvestep's folder: pip install './reproduction[ray]'."
+        ) from None
     with _ray(ray, workers, address):
         # Ray replaces a process that died; the job then goes on from its folder.
         task = ray.remote(num_cpus=1, max_retries=ATTEMPTS - 1)(_call)
