@@ -74,6 +74,14 @@ def test_actions_are_pinned_by_hash_and_get_no_more_than_they_need(path):
         assert all(step["with"]["persist-credentials"] is False for step in checkouts)
 
 
+def test_page_of_platforms_names_every_python_and_system_that_the_package_names():
+    page = (ROOT / "docs/platforms.md").read_text(encoding="utf-8")
+    for classifier in PROJECT["project"]["classifiers"]:
+        topic, *_, last = classifier.split(" :: ")
+        if topic == "Operating System" or re.fullmatch(r"3\.\d+", last):
+            assert last.lower() in page.lower()
+
+
 def test_one_version_of_each_action_is_used():
     used = {line for path in WORKFLOWS for line in re.findall(r"\buses: (.+)", path.read_text())}
     assert len({line.partition("@")[0] for line in used}) == len(used)
