@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import geometric_mean
 from textwrap import shorten
 from typing import Protocol
 
 from curvestep.advice import advice_words as words
-from curvestep.advice.decision import CANNOT_TELL, TAKE, decide
-from curvestep.advice.outcome import outcome_of
-from curvestep.advice.settings import next_lr, settings_of
+from curvestep.advice.decision import CANNOT_TELL, TAKE, Condition, decide
+from curvestep.advice.outcome import Outcome, outcome_of
+from curvestep.advice.settings import Setting, compare, next_lr
 from curvestep.display.markup import html_table
 from curvestep.notes import Note
-from curvestep.trace.history import HasTrace, History, best_setting, check_trace, difference_of
+from curvestep.trace.history import HasTrace, History, best_setting, check_trace
 from curvestep.trace.trace import Trace
 
 MOST_LINES = 8
@@ -77,8 +78,9 @@ def advise(*runs: Source) -> Advice:
     """Say what to run next: the same learning rate, a larger or a smaller one, and why.
 
     From one run, by a table of conditions (:mod:`~curvestep.advice.decision`): it shows steps that were far
-    too long or too short, but cannot rank learning rates within a factor of ten. From several runs of one
-    task: the best, its ties, and the next learning rate to try.
+    too long or too short, but cannot rank learning rates within a factor of ten. From several seeds of one
+    setting: what most of them say. From several settings: the best, its ties, and the next learning rate to
+    try. A run that ended early, still runs or was trained in another way is named and decides nothing.
 
     Args:
         runs: Probed runs, at least one: probes, traces, their files or run folders, or fits. Several must be
@@ -93,11 +95,12 @@ def advise(*runs: Source) -> Advice:
     """
     if not runs:
         raise ValueError("`runs` must be at least one probe, trace, fit or path, got none.")
-    histories = list(map(_history_of, runs))
+    histories = [_history_of(run) for run in runs]
     used = [history for history in histories if len(history.step)] or histories[:1]
     if len(used) == 1:
-        return _from_run(used[0])
-    return _from_settings(used)
+        outcome = outcome_of(used[0])
+        return _from_run(outcome, decide(outcome))
+    return _from_several(used)
 
 
 def _history_of(run: Source) -> History:
@@ -107,39 +110,73 @@ def _history_of(run: Source) -> History:
     return History.of(check_trace(run))
 
 
-def _from_run(history: History) -> Advice:
-    run = outcome_of(history)
-    found = decide(run)
-    lr = found.next_lr(run)
+def _from_run(run: Outcome, condition: Condition, lr: float | None = None) -> Advice:
+    """What a run says alone; ``lr`` is that of several like it."""
+    lr = lr or condition.next_lr(run)
     return Advice(
-        action=found.action,
-        kind=found.kind,
+        action=condition.action,
+        kind=condition.kind,
         lr=lr,
         max_norm=None if lr is None else run.max_norm,
-        verdict=words.verdict_on(found, run),
-        reasons=words.reasons_for(found, run),
+        verdict=words.verdict_on(condition, run, lr),
+        reasons=words.reasons_for(condition, run),
         warnings=words.warnings_about(run),
         lr_is_peak=run.scheduled,
     )
 
 
-def _from_settings(histories: list[History]) -> Advice:
-    """The best setting as it was run; where no loss is left to compare, what follows from the smallest lr."""
-    if difference := difference_of(histories):
-        verdict = words.VERDICTS["not-comparable"].format(difference=difference)
+def _from_several(histories: list[History]) -> Advice:
+    """The best of several settings as it was run; where only one can be compared, what its runs say."""
+    comparison = compare(histories)
+    if comparison.difference:
+        verdict = words.VERDICTS["not-comparable"].format(difference=comparison.difference)
         return Advice(action=CANNOT_TELL, kind="not-comparable", verdict=verdict)
-    settings = settings_of(histories)
-    if not any(math.isfinite(setting.loss) for setting in settings):
-        return _from_run(min(histories, key=lambda history: outcome_of(history).lr))
-    best = settings[best_setting({index: setting.losses for index, setting in enumerate(settings)})]
+    settings = comparison.settings
+    left_out = words.notes_on_left_out(comparison.left_out)
+    if not settings:
+        first = min(comparison.left_out, key=lambda one: one.run.outcome.lr)
+        advice = _from_run(first.run.outcome, first.run.condition)
+        return replace(advice, warnings=(*advice.warnings, *left_out))
+    if len(settings) == 1 or all(setting.got_nowhere for setting in settings):
+        return _from_seeds(settings[0], left_out)
+    best = settings[best_setting({place: setting.losses for place, setting in enumerate(settings)})]
     following = next_lr(best, settings)
     return Advice(
         action=TAKE,
         kind="best-setting",
-        lr=best.run.lr,
-        max_norm=best.run.max_norm,
+        lr=best.outcome.lr,
+        max_norm=best.outcome.max_norm,
         verdict=words.verdict_on_settings(best, settings, following),
         reasons=words.reasons_for_settings(best, settings),
-        lr_is_peak=best.run.scheduled,
+        warnings=left_out,
+        lr_is_peak=best.outcome.scheduled,
         next_lr=following,
+    )
+
+
+def _from_seeds(setting: Setting, left_out: tuple[Note, ...]) -> Advice:
+    """What most runs of one setting say, each alone."""
+    if len(setting.runs) == 1:
+        advice = _from_run(setting.outcome, setting.runs[0].condition)
+        return replace(advice, warnings=(*advice.warnings, *left_out))
+    agreeing = setting.agreeing
+    if not agreeing:
+        said = sorted({run.condition.action.upper() for run in setting.runs})
+        verdict = words.VERDICTS["seeds-disagree"].format(answers=", ".join(said))
+        return Advice(
+            action=CANNOT_TELL,
+            kind="seeds-disagree",
+            verdict=verdict,
+            reasons=words.reasons_for_seeds(setting),
+            warnings=left_out,
+        )
+    rates = [run.next_lr for run in agreeing if run.next_lr]
+    lr = geometric_mean(rates) if rates else None
+    # The run whose own answer is nearest to the common one explains it.
+    typical = min(agreeing, key=lambda run: abs(math.log((run.next_lr or 1.0) / (lr or 1.0))))
+    advice = _from_run(typical.outcome, typical.condition, lr)
+    return replace(
+        advice,
+        reasons=(*words.reasons_for_seeds(setting), *advice.reasons),
+        warnings=(*advice.warnings, *left_out),
     )

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
 
 from curvestep.advice.decision import CANNOT_TELL, DATA, DIVERGED, KEEP, LOWER, RAISE, STUCK, Condition
 from curvestep.advice.outcome import Outcome
-from curvestep.advice.settings import TriedSetting
+from curvestep.advice.settings import LeftOut, Setting
 from curvestep.notes import Note
 from curvestep.trace.schema import LEAST_ROWS
 
@@ -30,6 +32,14 @@ VERDICTS = {
     "few-rows": "CANNOT TELL: it needs {least} measured rows and has {run.num_rows}. Probe more: `every=1`.",
     "eval-mode": "CANNOT TELL: the model was in eval mode. Call `model.train()` before training.",
     "not-comparable": "CANNOT TELL: these runs differ in {difference}. Ask about one task and optimizer.",
+    "seeds-disagree": "CANNOT TELL: runs of one setting say {answers}. Train another seed.",
+}
+# Why a run of several decides nothing.
+LEFT_OUT = {
+    "differs": "It differs in {fact}",
+    "running": "It still runs, with {fact} steps so far",
+    "ended-early": "It ended early, after {fact} steps",
+    "no-loss": "It has no loss to compare at its end",
 }
 _HOW_STEPS_WENT = {
     "inefficient": ". Steps are too long, or gradients add up: is `zero_grad` called?",
@@ -37,11 +47,11 @@ _HOW_STEPS_WENT = {
 }
 
 
-def verdict_on(found: Condition, run: Outcome) -> str:
-    """One line to act on: the answer in capitals, the old value and the new one."""
+def verdict_on(found: Condition, run: Outcome, lr: float | None = None) -> str:
+    """One line to act on: the answer in capitals, the old value and the new one, this run's own if none."""
+    lr = lr or found.next_lr(run)
     rate, since = rate_name(run.scheduled), run.sound_until + 1
     template = VERDICTS.get(found.kind) or VERDICTS[found.action]
-    lr = found.next_lr(run)
     return template.format(
         setting=setting_name(run),
         change=f"{rate} {run.lr:.3g} -> {lr:.3g}" if lr else rate,
@@ -91,26 +101,47 @@ def warnings_about(run: Outcome) -> tuple[Note, ...]:
     return (Note("clipping-floor", f"{held} Raise max_norm or the batch size."),)
 
 
-def verdict_on_settings(best: TriedSetting, settings: list[TriedSetting], following: float | None) -> str:
+def verdict_on_settings(best: Setting, settings: Sequence[Setting], following: float | None) -> str:
     """Which of several settings to take, and what to try before settling."""
-    rank = f"best of {len(settings)} settings"
-    if len(settings) == 1:
-        rank = f"the only setting of {len(best.losses)} runs"
-    further = f"; try {rate_name(best.run.scheduled)} {following:.3g} next" if following else ""
-    return f"TAKE {setting_name(best.run)}: {rank}{further}."
+    further = f"; try {rate_name(best.outcome.scheduled)} {following:.3g} next" if following else ""
+    return f"TAKE {setting_name(best.outcome)}: best of {len(settings)} settings{further}."
 
 
-def reasons_for_settings(best: TriedSetting, settings: list[TriedSetting]) -> tuple[Note, ...]:
+def reasons_for_settings(best: Setting, settings: Sequence[Setting]) -> tuple[Note, ...]:
     """The ties, and a line for each setting, the best ten of them."""
-    ranked = sorted(settings, key=lambda setting: (not math.isfinite(setting.loss), setting.loss))
-    lines = [f"{setting_name(setting.run)}: {_ending(setting)}" for setting in ranked[:MOST_LISTED]]
-    if len(ranked) > MOST_LISTED:
-        lines.append(f"{len(ranked) - MOST_LISTED} other settings are not listed.")
-    found = [Note("setting", line) for line in lines]
-    ties = [setting_name(setting.run) for setting in ranked if setting.ties_with(best)]
+    ranked = sorted(settings, key=lambda setting: setting.loss)
+    notes = []
+    ties = [setting_name(setting.outcome) for setting in ranked if setting.ties_with(best)]
     if ties:
-        found.insert(0, Note("tie", f"As good within noise (two standard errors): {'; '.join(ties[:3])}."))
-    return tuple(found)
+        notes.append(Note("tie", f"As good within noise (two standard errors): {'; '.join(ties[:3])}."))
+    for setting in ranked[:MOST_LISTED]:
+        notes.append(Note("setting", f"{setting_name(setting.outcome)}: {_ending(setting)}"))
+    if len(ranked) > MOST_LISTED:
+        notes.append(Note("setting", f"{len(ranked) - MOST_LISTED} other settings are not listed."))
+    return tuple(notes)
+
+
+def reasons_for_seeds(setting: Setting) -> tuple[Note, ...]:
+    """What each run of one setting says alone, and how far their losses lie apart."""
+    answers = Counter(run.condition.action.upper() for run in setting.runs)
+    counts = ", ".join(f"{answer} in {count}" for answer, count in answers.most_common())
+    rates = sorted(run.next_lr for run in setting.agreeing if run.next_lr)
+    between = ""
+    if rates and rates[-1] > rates[0]:
+        between = f", with lr {rates[0]:.3g} to {rates[-1]:.3g}"
+    return (
+        Note("seeds", f"{len(setting.runs)} runs of one setting: {counts}{between}"),
+        Note("setting", f"{setting_name(setting.outcome)}: {_ending(setting)}"),
+    )
+
+
+def notes_on_left_out(left_out: Iterable[LeftOut]) -> tuple[Note, ...]:
+    """A note for each run that decides nothing."""
+    notes = []
+    for run, kind, fact in left_out:
+        reason = LEFT_OUT[kind].format(fact=fact)
+        notes.append(Note(kind, f"{run.name} ({setting_name(run.outcome)}) decides nothing. {reason}."))
+    return tuple(notes)
 
 
 def rate_name(scheduled: bool) -> str:
@@ -124,10 +155,10 @@ def setting_name(run: Outcome) -> str:
     return f"{rate_name(run.scheduled)} {run.lr:.3g}{clip}"
 
 
-def _ending(setting: TriedSetting) -> str:
-    lost, num_runs = sum(map(math.isinf, setting.losses)), len(setting.losses)
-    if lost:
-        return f"diverged in {lost} of {num_runs} runs".removesuffix(" in 1 of 1 runs")
-    if math.isnan(setting.loss):
-        return "cannot be compared: it ended early, or has no loss"
-    return f"loss {setting.loss:.4g} ± {setting.error:.2g}, {num_runs} runs".removesuffix(", 1 runs")
+def _ending(setting: Setting) -> str:
+    """How the runs of a setting ended."""
+    num_runs = len(setting.runs)
+    if setting.num_lost:
+        return "diverged" if num_runs == 1 else f"diverged in {setting.num_lost} of {num_runs} runs"
+    loss = f"loss {setting.loss:.4g} ± {setting.error:.2g}"
+    return loss if num_runs == 1 else f"{loss}, {num_runs} runs"

@@ -18,6 +18,12 @@ from curvestep.trace.schema import LEAST_ROWS
 KEEP, RAISE, LOWER, DIVERGED, STUCK = "keep", "raise", "lower", "diverged", "stuck"
 DATA, CANNOT_TELL, TAKE = "data", "cannot tell", "take"
 
+# Where an answer moves lr.
+UP = "up"
+SAME = "same"
+DOWN = "down"
+NOWHERE = "nowhere"  # lr is not the question
+
 NEXT = 3.0  # factor on lr, within which one run cannot rank
 FAR = 10.0  # factor on lr where a run was lost or is stuck, and margin below what the start allowed
 GOOD_START = 2.0  # largest working step at the start over the step of the best lr, about
@@ -33,6 +39,13 @@ class Condition(NamedTuple):
     action: str
     holds: Callable[[Outcome], bool]  # a fact that is not known is NaN, and holds for nothing
     factor: Callable[[Outcome], float] = lambda run: math.nan  # on lr; NaN for no number
+
+    @property
+    def direction(self) -> str:
+        """Where it moves lr."""
+        if self.action in (LOWER, DIVERGED) or (self.action == STUCK and self.kind != "no-progress"):
+            return DOWN
+        return {RAISE: UP, KEEP: SAME}.get(self.action, NOWHERE)
 
     def next_lr(self, run: Outcome) -> float | None:
         """What to run next; None for no number."""

@@ -1,65 +1,202 @@
-"""Several runs of one task: seeds merged, the best by its loss, its ties, and what to try next."""
+"""Several runs of one task: which of them can be compared, and the seeds of each setting together."""
 
 from __future__ import annotations
 
 import math
-from collections import defaultdict
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
 
-from curvestep.advice.decision import DIVERGED, NEXT, decide
+from curvestep.advice.decision import CANNOT_TELL, DIVERGED, DOWN, NEXT, SAME, STUCK, Condition, decide
 from curvestep.advice.outcome import Outcome, outcome_of
-from curvestep.trace.history import History, end_of_run
+from curvestep.trace.history import History, difference_of, end_of_run, header_number, task_facts
+
+# Share of the longest run's steps that a run must have taken. Runs at a constant rate are compared where the
+# shorter ones ended; under a schedule the loss ends lower the further it went.
+LEAST_SHARE = 0.5
+LEAST_SHARE_OF_SCHEDULE = 0.9
+
+# Why a run decides nothing.
+DIFFERS = "differs"
+RUNNING = "running"
+ENDED_EARLY = "ended-early"
+NO_LOSS = "no-loss"
 
 
-class TriedSetting(NamedTuple):
-    """A setting, and how its runs went."""
+@dataclass(frozen=True, kw_only=True)
+class JudgedRun:
+    """A run, and what it says alone."""
 
-    run: Outcome  # the first of them
-    losses: tuple[float, ...]  # final ones: inf if a run was lost, NaN if it cannot be compared
-    num_averaged: float = 1.0  # losses that the first run's is a mean of
+    name: str
+    outcome: Outcome
+    condition: Condition
+    loss: float = math.nan  # at the end, or where the shorter runs ended; inf if it diverged
+    num_averaged: float = 1.0  # losses that it is a mean of
+
+    @property
+    def next_lr(self) -> float | None:
+        """What follows from this run alone."""
+        return self.condition.next_lr(self.outcome)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """Runs with the same lr, threshold and schedule: seeds of one setting."""
+
+    runs: tuple[JudgedRun, ...]
+
+    @property
+    def outcome(self) -> Outcome:
+        """The facts of the first run; those of the setting are the same in all."""
+        return self.runs[0].outcome
+
+    @property
+    def losses(self) -> list[float]:
+        """The final losses."""
+        return [run.loss for run in self.runs]
 
     @property
     def loss(self) -> float:
-        """Mean of the final losses."""
+        """Mean of the final losses; inf if a run was lost."""
         return float(np.mean(self.losses))
+
+    @property
+    def num_lost(self) -> int:
+        """How many runs diverged."""
+        return sum(run.condition.action == DIVERGED for run in self.runs)
 
     @property
     def error(self) -> float:
         """Standard error of the mean, by the spread or, of a single run, by its noise."""
-        if len(self.losses) == 1:
-            return self.run.noise / math.sqrt(max(1.0, self.num_averaged))
+        if len(self.runs) == 1:
+            return self.outcome.noise / math.sqrt(max(1.0, self.runs[0].num_averaged))
         with np.errstate(invalid="ignore"):  # of a lost one
-            return float(np.std(self.losses, ddof=1)) / math.sqrt(len(self.losses))
+            spread = float(np.std(self.losses, ddof=1))
+        return spread / math.sqrt(len(self.runs))
 
-    def ties_with(self, best: TriedSetting) -> bool:
+    def ties_with(self, best: Setting) -> bool:
         """Whether it lies within two standard errors of another one, the best."""
         return self is not best and self.loss - best.loss <= 2 * math.hypot(best.error, self.error)
 
+    @property
+    def agreeing(self) -> tuple[JudgedRun, ...]:
+        """The runs that make the verdict: those whose lr goes the way of most of them; empty if none is that.
 
-def settings_of(histories: list[History]) -> list[TriedSetting]:
-    """The settings of these runs, by ascending lr, compared at a step that most of them reached."""
-    ends = [float(history.step[-1]) for history in histories if history.ends_finite]
-    horizon = min((step for step in ends if step >= max(ends) / 2), default=math.inf)
-    groups: dict[tuple[str, str, bool], list[tuple[Outcome, float, float]]] = defaultdict(list)
-    for history in histories:
-        run, (loss, count) = outcome_of(history), end_of_run(history, horizon)
-        if history.step[-1] < horizon or run.num_losses < 2:
-            loss = math.nan
-        if decide(run).action == DIVERGED:
-            loss = math.inf
-        key = (f"{run.lr:.3g}", f"{run.max_norm:.2g}", run.scheduled)
-        groups[key].append((run, loss, count))
-    settings = [
-        TriedSetting(runs[0][0], tuple(run[1] for run in runs), runs[0][2]) for runs in groups.values()
-    ]
-    return sorted(settings, key=lambda setting: (setting.run.lr, setting.run.max_norm))
+        Runs that cannot tell have no voice where another one has. Where half of them diverged, those decide;
+        where half of them keep their lr, those do.
+        """
+        voices = [run for run in self.runs if run.condition.action != CANNOT_TELL] or list(self.runs)
+        counts = Counter(run.condition.direction for run in voices)
+        majority = [way for way, count in counts.items() if 2 * count > len(voices)]
+        if 2 * self.num_lost >= len(voices):
+            majority = [DOWN]
+        elif not majority and 2 * counts[SAME] == len(voices):
+            majority = [SAME]
+        return tuple(run for run in voices if run.condition.direction in majority)
+
+    @property
+    def got_nowhere(self) -> bool:
+        """Whether most of its runs diverged or never moved."""
+        lost = [run for run in self.runs if run.condition.action in (DIVERGED, STUCK)]
+        return 2 * len(lost) > len(self.runs)
 
 
-def next_lr(best: TriedSetting, settings: list[TriedSetting]) -> float | None:
+class LeftOut(NamedTuple):
+    """A run that decides nothing, and why."""
+
+    run: JudgedRun
+    kind: str
+    fact: str  # in what it differs from the others, or how many steps it has taken
+
+
+@dataclass(frozen=True, kw_only=True)
+class Comparison:
+    """Several runs, as far as they can be compared."""
+
+    settings: tuple[Setting, ...]  # by ascending lr and threshold; empty if no run can be compared
+    left_out: tuple[LeftOut, ...]
+    difference: str = ""  # in what runs differ, where no kind of run has the majority
+
+
+def compare(histories: Sequence[History]) -> Comparison:
+    """The settings of these runs, and the runs that cannot be compared with the others."""
+    facts = [task_facts(history) for history in histories]
+    alike = _largest_group(facts)
+    if not alike:
+        differences = [difference_of(facts[0], other) for other in facts]
+        return Comparison(settings=(), left_out=(), difference=next(text for text in differences if text))
+    outcomes = [outcome_of(history) for history in histories]
+    longest = max((_reach(histories[k]) for k in alike if histories[k].ends_finite), default=0.0)
+    runs: dict[int, JudgedRun] = {}
+    reasons: dict[int, str] = {}  # why a run decides nothing
+    for k, (history, outcome) in enumerate(zip(histories, outcomes, strict=True)):
+        runs[k] = JudgedRun(name=history.name or f"run {k + 1}", outcome=outcome, condition=decide(outcome))
+        if k not in alike:
+            reasons[k] = DIFFERS
+        elif runs[k].condition.action != DIVERGED:
+            reasons[k] = _why_incomplete(history, outcome, longest)
+    complete = [k for k in runs if not reasons.get(k)]
+    horizon = min((histories[k].step[-1] for k in complete if histories[k].ends_finite), default=math.inf)
+    seeds: dict[tuple[str, str, bool], list[JudgedRun]] = defaultdict(list)
+    for k in complete:
+        run = _with_loss(runs[k], histories[k], horizon)
+        if math.isnan(run.loss):
+            reasons[k] = NO_LOSS
+        else:
+            key = (f"{run.outcome.lr:.3g}", f"{run.outcome.max_norm:.2g}", run.outcome.scheduled)
+            seeds[key].append(run)
+    settings = [Setting(runs=tuple(same)) for same in seeds.values()]
+    settings.sort(key=lambda setting: (setting.outcome.lr, setting.outcome.max_norm))
+    left_out = []
+    for k, kind in reasons.items():
+        fact = f"{histories[k].step[-1] + 1:.0f}"
+        if kind == DIFFERS:
+            fact = difference_of(facts[alike[0]], facts[k])
+        if kind:
+            left_out.append(LeftOut(runs[k], kind, fact))
+    return Comparison(settings=tuple(settings), left_out=tuple(left_out))
+
+
+def _largest_group(facts: Sequence[dict[str, str]]) -> list[int]:
+    """Places of the runs that agree with most others; empty where two groups are equally large."""
+    groups = [[k for k, other in enumerate(facts) if not difference_of(one, other)] for one in facts]
+    largest = max(groups, key=len)
+    rivals = [group for group in groups if len(group) == len(largest) and largest[0] not in group]
+    return [] if rivals else largest
+
+
+def _why_incomplete(history: History, outcome: Outcome, longest: float) -> str:
+    """Why a run that did not diverge cannot be compared; empty if it can."""
+    if history.is_running:
+        return RUNNING
+    planned = header_number(history.header, "num_steps", missing=0.0)
+    if outcome.scheduled and _reach(history) < LEAST_SHARE_OF_SCHEDULE * max(planned, longest):
+        return ENDED_EARLY
+    if _reach(history) < LEAST_SHARE * longest:
+        return ENDED_EARLY
+    return "" if outcome.num_losses >= 2 else NO_LOSS
+
+
+def _reach(history: History) -> float:
+    """The step at which the next row would have come."""
+    return float(history.step[-1] + np.diff(history.step[-2:], prepend=-1)[-1])
+
+
+def _with_loss(run: JudgedRun, history: History, horizon: float) -> JudgedRun:
+    """The run with its loss at the common step."""
+    if run.condition.action == DIVERGED:
+        return replace(run, loss=math.inf)
+    loss, num_averaged = end_of_run(history, horizon)
+    return replace(run, loss=loss, num_averaged=num_averaged)
+
+
+def next_lr(best: Setting, settings: Sequence[Setting]) -> float | None:
     """The middle of a wide gap beside the best; else, at an end of what was tried, three times or a third."""
-    lr, rates = best.run.lr, sorted({setting.run.lr for setting in settings if setting.run.lr > 0})
+    lr = best.outcome.lr
+    rates = sorted({setting.outcome.lr for setting in settings if setting.outcome.lr > 0})
     if lr not in rates:
         return None
     place = rates.index(lr)
@@ -67,4 +204,8 @@ def next_lr(best: TriedSetting, settings: list[TriedSetting]) -> float | None:
     far = max(beside, key=lambda rate: abs(math.log(rate / lr)))
     if not NEXT**-3 < far / lr < NEXT**3:
         return math.sqrt(lr * far)
-    return {rates[0]: lr / NEXT, rates[-1]: lr * NEXT}.get(lr)
+    if lr == rates[0]:
+        return lr / NEXT
+    if lr == rates[-1] and not best.got_nowhere:
+        return lr * NEXT
+    return None

@@ -13,11 +13,13 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from curvestep.optimizer_family import Family, family_of, torch_name
+from curvestep.trace.run import RUNNING, TRACE, read_status
 from curvestep.trace.schema import FAILED, FIELDS, NONFINITE
 from curvestep.trace.trace import Trace
 
 Key = TypeVar("Key")
-_ALIKE = ("model", "num_parameters", "optimizer", "momentum", "batch_size")  # facts of a task
+# Runs that differ in one of these are not told apart by lr and threshold alone.
+_TASK_FACTS = ("model", "num_parameters", "optimizer", "momentum", "weight_decay", "batch_size")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,6 +35,24 @@ class History:
     failed: np.ndarray  # which rows tell of a measurement that failed; they have no loss
     columns: dict[str, np.ndarray]  # every key of the schema but the layers, as ``Trace.column`` gives it
     header: dict[str, Any]
+    path: Path | None = None  # of the trace, if it has a file
+
+    @property
+    def name(self) -> str:
+        """The run's folder, or its file where that has a name of its own; empty of a trace in memory."""
+        if self.path is None:
+            return ""
+        return self.path.resolve().parent.name if self.path.name == TRACE else self.path.name
+
+    @property
+    def is_running(self) -> bool:
+        """Whether the folder of the run says that it goes on."""
+        if self.path is None or self.path.name != TRACE:
+            return False
+        try:
+            return read_status(self.path.parent, {}).get("status") == RUNNING
+        except ValueError:  # a damaged file says nothing
+            return False
 
     @property
     def family(self) -> Family:
@@ -65,6 +85,7 @@ class History:
                 failed=np.array([str(word).startswith(FAILED) for word in status], dtype=bool),
                 columns={name: trace.column(name) for name, field in FIELDS.items() if field.kind != "group"},
                 header=dict(trace.header),
+                path=trace.path,
             )
 
         return trace.cached("history", read)
@@ -197,7 +218,7 @@ def check_trace(trace: Trace | HasTrace | str | Path) -> Trace:
             f"got {reprlib.repr(trace)}. Unpack a list of several: advise(*runs), report(*runs)."
         )
     path = Path(trace)
-    file = path / "trace.jsonl" if path.is_dir() else path
+    file = path / TRACE if path.is_dir() else path
     if not file.exists():
         raise FileNotFoundError(
             f"there is no trace at {file}. Name its file or the folder of its run; "
@@ -206,26 +227,28 @@ def check_trace(trace: Trace | HasTrace | str | Path) -> Trace:
     return Trace.load(file)
 
 
-def difference_of(histories: Sequence[History]) -> str:
-    """In what runs differ that are not of one task, by their headers and rows; empty for nothing."""
-    for name in _ALIKE:
-        facts = [fact for history in histories if (fact := _typical(history, name))]
-        for other in facts:
-            if not _same(facts[0], other):
-                return f"{name.replace('_', ' ')} ({facts[0]} against {other})"
+def task_facts(history: History) -> dict[str, str]:
+    """What a run was trained on and by, by its header or its middle row; what neither says is left out."""
+    facts = {}
+    for name in _TASK_FACTS:
+        values = [history.header[name]] if name in history.header else history.columns.get(name, ())
+        known = [value for value in values if value is not None and value == value]  # NaN is not itself
+        if not known:
+            continue
+        middle = known[len(known) // 2]
+        if isinstance(middle, (int, float)):
+            facts[name] = f"{middle:g}"
+        else:
+            facts[name] = torch_name(str(middle))  # ours is torch's with the clip inside
+    return facts
+
+
+def difference_of(one: Mapping[str, str], other: Mapping[str, str]) -> str:
+    """The first of the facts in which two runs differ, in words; empty for none."""
+    for name in _TASK_FACTS:
+        if name in one and name in other and not _same(one[name], other[name]):
+            return f"{name.replace('_', ' ')} ({one[name]} against {other[name]})"
     return ""
-
-
-def _typical(history: History, name: str) -> str:
-    """Entry of a run's header or of its middle row, a word or a number, as it is printed; empty for none."""
-    values = history.columns.get(name, ())
-    if name in history.header:
-        values = [history.header[name]]
-    known = [value for value in values if value is not None and value == value]  # NaN is not itself
-    middle = known[len(known) // 2] if known else ""
-    if isinstance(middle, (int, float)):
-        return f"{middle:g}"
-    return torch_name(str(middle))  # ours is torch's with the clip inside
 
 
 def _same(one: str, other: str) -> bool:
