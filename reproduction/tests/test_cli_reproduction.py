@@ -41,8 +41,9 @@ def small(text, *more):
 def test_every_field_of_every_recipe_is_an_option_with_words(capsys):
     for recipe in RECIPES.values():
         _, out, _ = run(capsys, "train", recipe.name, "--scale", recipe.scale, "--help")
-        for name in recipe.__dataclass_fields__.keys() - set(NOT_OPTIONS):
+        for name in recipe.__dataclass_fields__.keys() - set(NOT_OPTIONS) | recipe.options.keys():
             assert re.search(rf"^  --{name.replace('_', '-')}\b", out, re.MULTILINE), name
+        for name in recipe.__dataclass_fields__.keys() - set(NOT_OPTIONS):
             assert help_texts(type(recipe))[name]
         assert "(default: True)" not in out  # as it would be typed
 

@@ -48,7 +48,8 @@ def read_with_recipe(
     chosen = parser.parse(rest)
     recipe = _named(command, name, chosen.scale)  # which decides their defaults
     if chosen.help:
-        parser.shown |= {option: as_typed(getattr(recipe, option)) for option in options}
+        defaults = {**vars(recipe), **recipe.options}
+        parser.shown |= {option: as_typed(defaults[option]) for option in options}
         parser.show_help()
     return chosen, recipe, {option: vars(chosen)[option] for option in options if option in chosen}
 
