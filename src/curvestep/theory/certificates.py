@@ -210,7 +210,8 @@ def certify_lower_bound(
     too_long = FixedStep(lr=pair.largest_step * 1.001)
     if math.isfinite(first_hits(pair.wall, too_long, np.array(pair.wall_start), guarantee.eps, 1000).item()):
         reasons.append(Note("faster", "a step above the limit of the wall reached its minimum"))
-    hits, num_steps = np.zeros(steps.shape), min(10_000_000, math.ceil(guarantee.bound) * 4 + 100)
+    num_steps = min(10_000_000, math.ceil(guarantee.bound) * 4 + 100)
+    hits = np.zeros(steps.shape)
     for p, start in ((pair.wall, pair.wall_start), (pair.valley, pair.valley_start)):
         starts = np.full(steps.shape, start)
         hits = np.maximum(hits, first_hits(p, FixedStep(lr=steps), starts, guarantee.eps, num_steps))

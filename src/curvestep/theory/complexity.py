@@ -74,9 +74,11 @@ def hitting_time(hits: ArrayLike, *, confidence: float = 0.95) -> HittingTime:
     check_inside("confidence", confidence, 0, 1)
     # The true median lies below the k-th smallest with probability P(Binomial(n, ½) < k).
     below = int(binom.ppf((1 - confidence) / 2, n, 0.5))
-    low, high = 0.0, math.inf
+    low = 0.0
+    high = math.inf
     if below > 0:
-        low, high = float(times[below - 1]), float(times[n - below])
+        low = float(times[below - 1])
+        high = float(times[n - below])
     return HittingTime(median=float(times[math.ceil(n / 2) - 1]), low=low, high=high)
 
 
@@ -230,4 +232,4 @@ def worst_case_complexity(
     def slowest(rule: StepRule) -> float:
         return max(float(first_hits(problem, rule, x0, eps, max_steps)) for problem, x0 in family)
 
-    return min(map(slowest, rules))
+    return min(slowest(rule) for rule in rules)

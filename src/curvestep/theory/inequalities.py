@@ -89,7 +89,8 @@ def gradient_change_bound(distance: ArrayLike, *, grad_norm: ArrayLike, L0: floa
     """
     check_nonnegative("L0", L0)
     check_positive("L1", L1)
-    g, r = np.asarray(grad_norm, dtype=np.float64), np.asarray(distance, dtype=np.float64)
+    g = np.asarray(grad_norm, dtype=np.float64)
+    r = np.asarray(distance, dtype=np.float64)
     return (L0 + L1 * g) * np.expm1(L1 * r) / L1
 
 
@@ -105,7 +106,8 @@ def value_change_bound(distance: ArrayLike, *, grad_norm: ArrayLike, L0: float, 
     """
     check_nonnegative("L0", L0)
     check_positive("L1", L1)
-    g, r = np.asarray(grad_norm, dtype=np.float64), np.asarray(distance, dtype=np.float64)
+    g = np.asarray(grad_norm, dtype=np.float64)
+    r = np.asarray(distance, dtype=np.float64)
     return (L0 + L1 * g) * phi(L1 * r) / L1**2
 
 
@@ -136,7 +138,8 @@ def limsup_smoothness(
 
 
 def _pairs(grad_norms: ArrayLike, hessian_norms: ArrayLike) -> tuple[Array, Array]:
-    g, ell = np.ravel(np.asarray(grad_norms, float)), np.ravel(np.asarray(hessian_norms, float))
+    g = np.ravel(np.asarray(grad_norms, float))
+    ell = np.ravel(np.asarray(hessian_norms, float))
     if g.size == 0 or g.shape != ell.shape:
         raise ValueError(
             "`grad_norms` and `hessian_norms` must be of equal length, at least one, "

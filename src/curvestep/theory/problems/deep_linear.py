@@ -53,14 +53,15 @@ class DeepLinear(Problem):
         self.depth = len(self.widths) - 1
         if self.depth < 2:
             raise ValueError(f"`widths` must have an input, a hidden and an output width, got {widths!r}.")
-        rng, n = np.random.default_rng(seed), check_count("num_examples", num_examples)
+        rng = np.random.default_rng(seed)
+        n = check_count("num_examples", num_examples)
         self.inputs = rng.normal(size=(self.widths[0], n))
         self.targets = rng.normal(size=(self.widths[-1], n))
         self._shapes = list(zip(self.widths[1:], self.widths[:-1], strict=True))
-        ends = np.cumsum([0, *map(math.prod, self._shapes)]).tolist()
-        self._parts = list(itertools.starmap(slice, itertools.pairwise(ends)))  # of a point: one a layer
+        ends = np.cumsum([0, *[math.prod(shape) for shape in self._shapes]]).tolist()
+        self._parts = [slice(start, end) for start, end in itertools.pairwise(ends)]  # one for each layer
         self.event_shape = (ends[-1],)
-        self.name = "deep linear network " + "-".join(map(str, self.widths))
+        self.name = "deep linear network " + "-".join(str(width) for width in self.widths)
         # The loss of the best product of that rank: reduced-rank regression.
         self.minimum = float(self.value(self.minimizer()))
 
@@ -113,7 +114,7 @@ class DeepLinear(Problem):
         pseudo_inverse = np.linalg.pinv(self.inputs)
         u, s, vt = np.linalg.svd(self.targets @ pseudo_inverse @ self.inputs, full_matrices=False)
         rank = min(*self.widths, len(s))
-        weights = list(itertools.starmap(np.eye, self._shapes))
+        weights = [np.eye(*shape) for shape in self._shapes]
         weights[0] = np.zeros(self._shapes[0])
         weights[0][:rank] = s[:rank, None] * vt[:rank] @ pseudo_inverse
         weights[-1] = np.zeros(self._shapes[-1])

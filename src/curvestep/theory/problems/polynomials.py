@@ -40,7 +40,9 @@ class Polynomial(ScalarProblem):
             )
         self.degree = a.size - 1
         self._f = Series(a)
-        self._df, self._d2f, self._d3f = map(self._f.deriv, (1, 2, 3))
+        self._df = self._f.deriv(1)
+        self._d2f = self._f.deriv(2)
+        self._d3f = self._f.deriv(3)
         self.minimum = -math.inf
         if self.degree == 0 or (a[-1] > 0 and self.degree % 2 == 0):
             self.minimum = float(self._f(self._candidates(self._df)).min())
@@ -64,7 +66,7 @@ class Polynomial(ScalarProblem):
         if L1 == 0 and self.degree > 2:
             return math.inf
         equations = (self._df, self._d3f - L1 * self._d2f, self._d3f + L1 * self._d2f)
-        x = np.concatenate(list(map(self._candidates, equations)))
+        x = np.concatenate([self._candidates(equation) for equation in equations])
         return max(0.0, float((np.abs(self._d2f(x)) - L1 * np.abs(self._df(x))).max()))
 
     def _candidates(self, q: Series) -> Array:

@@ -62,7 +62,8 @@ class ExponentialWall(ScalarProblem):
     minimum = 0.0
 
     def __init__(self, *, L0: float, L1: float) -> None:
-        self.L0, self.L1 = float(check_positive("L0", L0)), float(check_positive("L1", L1))
+        self.L0 = float(check_positive("L0", L0))
+        self.L1 = float(check_positive("L1", L1))
         self.name = "exponential wall"
 
     def value(self, x: Array) -> Array:
@@ -165,12 +166,14 @@ class SlowValley(ScalarProblem):
     minimum = 0.0
 
     def __init__(self, eps: float, *, slope: float = 2.0, width: float = 1.0) -> None:
-        self.eps, self.width = float(check_positive("eps", eps)), float(check_positive("width", width))
+        self.eps = float(check_positive("eps", eps))
+        self.width = float(check_positive("width", width))
         if not (math.isfinite(slope) and slope > 1):
             raise ValueError(f"`slope` must be more than 1, or descent has nothing to do, got {slope!r}.")
         self.slope = float(slope)
         self._height = 0.5 * self.slope * self.width * self.eps
-        self._constants = tuple(map(np.array, (self.width, -1.0, 1.0, 3.0, self._height / self.width)))
+        numbers = (self.width, -1.0, 1.0, 3.0, self._height / self.width)
+        self._constants = tuple(np.array(number) for number in numbers)
         self.name = "slow valley"
 
     def value(self, x: Array) -> Array:

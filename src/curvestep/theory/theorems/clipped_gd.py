@@ -216,7 +216,8 @@ def theorem3(
         if radius < math.inf:
             where = f"within distance {radius:g} of {{f ≤ f(x0)}}"
     elif form == "smooth":
-        rule, bound = SmoothClippedStep(L0=L0, L1=L1), 2 * gap * (L0 / eps**2 + L1 / eps)
+        rule = SmoothClippedStep(L0=L0, L1=L1)
+        bound = 2 * gap * (L0 / eps**2 + L1 / eps)
     elif form == "logarithmic":
         rule = LogarithmicStep(L0=L0, L1=L1)
         bound = LOGARITHMIC_CONSTANT * gap * (L0 / eps**2 + L1 / eps)
@@ -254,10 +255,15 @@ def normalized_gd(*, L0: float, L1: float, gap: float, eps: float, version: str 
     form = {"corrected": "clipped", "sharp": "smooth"}[version]
     clipped = theorem3(L0=L0, L1=L1, gap=gap, eps=eps, version=version, form=form)
     positive = require(Assumption("L1 > 0 (with L1 = 0 use fixed steps)", L1 > 0))
-    rule, bound = NormalizedStep(**normalized_from_smoothness(L0=L0, L1=L1)), clipped.bound
     if version == "corrected":
-        lr, max_norm = (float(clipped.hyperparameters[k]) for k in ("lr", "max_norm"))
-        rule, bound = NormalizedStep(**normalized_from_clipped(lr=lr, max_norm=max_norm)), 2 * clipped.bound
+        assert isinstance(clipped.rule, ClippedStep)
+        lr = float(clipped.rule.lr)
+        max_norm = float(clipped.rule.max_norm)
+        rule = NormalizedStep(**normalized_from_clipped(lr=lr, max_norm=max_norm))
+        bound = 2 * clipped.bound
+    else:
+        rule = NormalizedStep(**normalized_from_smoothness(L0=L0, L1=L1))
+        bound = clipped.bound
     return replace(
         clipped,
         theorem="Theorem 3 for normalized descent",

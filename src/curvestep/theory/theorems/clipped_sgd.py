@@ -67,7 +67,8 @@ def theorem7(
         terms = (256 * L1 / eps, 64 * delta / eps**4, 160 * L0 / eps**2, 1024 * L1 * tau / eps**2)
         bound = delta * max(terms)
     else:
-        A, B = max(32 * L1 / eps, 20 * L0 / eps**2, 128 * L1 * tau / eps**2), V / eps**4
+        A = max(32 * L1 / eps, 20 * L0 / eps**2, 128 * L1 * tau / eps**2)
+        B = V / eps**4
         share = 8 * B / max(A - 8 * B, 8 * B)  # θ: 1 for A ≤ 16B
         bound = 8 * (1 + share) * gap * max(A, 16 * B)
         budget = ratio(share * gap, V)
@@ -112,7 +113,8 @@ def theorem8(
     """
     numbers = check_numbers("M", L0=L0, L1=L1, gap=gap, eps=eps, M=M, tau=tau)
     check_version(version)
-    V, K = (5 * L0 + 4 * L1 * M) * (M + tau) ** 2, L0 + L1 * M
+    V = (5 * L0 + 4 * L1 * M) * (M + tau) ** 2
+    K = L0 + L1 * M
     where = "everywhere"
     if version == "printed":
         bound = (gap + V) ** 2 / eps**4

@@ -109,7 +109,8 @@ def lower_bound_pair(
         5.0
     """
     guarantee = theorem4(L0=L0, L1=L1, M=M, gap=gap, eps=eps, version=version)
-    wall, valley = ExponentialWall(L0=L0, L1=L1), SlowValley(guarantee.eps)
+    wall = ExponentialWall(L0=L0, L1=L1)
+    valley = SlowValley(guarantee.eps)
     if version == "printed":
         wall = PrintedWall(L1=L1)
     elif version == "sharp":
@@ -148,7 +149,8 @@ def theorem4(
     """
     numbers = check_numbers("L1", "M", "gap", L0=L0, L1=L1, M=M, gap=gap, eps=eps)
     check_version(version)
-    growth, height = L1 * M / L0, wall_height(M, L0=L0, L1=L1)
+    growth = L1 * M / L0
+    height = wall_height(M, L0=L0, L1=L1)
     tall = Assumption(f"gap ≥ ψ(M) = {height:.6g}", gap >= height * (1 - 1e-12))
     if version == "printed":
         bound = L1 * M * (gap - 5 * eps / 8) / (8 * eps**2 * (math.log(M) + 1)) if M > 1 else -math.inf
@@ -219,9 +221,11 @@ def remark5(
     """
     numbers = check_numbers("L1", "M", "gap", L0=L0, L1=L1, M=M, gap=gap, eps=eps)
     check_version(version, ("printed", "corrected"))
-    needs, log = (), math.log1p(L1 * M / L0)
+    needs = ()
+    log = math.log1p(L1 * M / L0)
     if version == "printed":
-        needs, log = require(Assumption("M > 1", M > 1)), math.log(M)
+        needs = require(Assumption("M > 1", M > 1))
+        log = math.log(M)
     return Guarantee(
         theorem="Remark 5",
         version=version,
@@ -262,7 +266,8 @@ def theorem6(
     check_version(version)
     M = gradient_bound(gap, L0=L0, L1=L1) if M is None else check_nonnegative("M", M)
     K = L0 + L1 * M
-    lr, constant = {"printed": (0.5 / K, 4.0), "corrected": (0.5 / K, 8 / 3), "sharp": (1 / K, 2.0)}[version]
+    constant = {"printed": 4.0, "corrected": 8 / 3, "sharp": 2.0}[version]
+    lr = 1 / K if version == "sharp" else 0.5 / K
     return Guarantee(
         theorem="Theorem 6",
         version=version,

@@ -198,7 +198,8 @@ def lemma13(step: NoisyStep, *, version: str = "printed") -> Inequality:
         [0.5, 0.555]
     """
     check_version(version, ("printed", "sharp"))
-    h, squares = step.steps, (step.noise**2).sum(axis=-1)
+    h = step.steps
+    squares = (step.noise**2).sum(axis=-1)
     factor = {"printed": 5.0, "sharp": 4.5}[version]
     noise = (factor * step.L0 + 2 * step.L1 * step.tau) * step.lr**2 * step.tau**2
     right = noise + step.mean(h) * step.grad_norm**2 / 8
