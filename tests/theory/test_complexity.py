@@ -37,7 +37,7 @@ def test_hitting_time_is_the_median_with_runs_that_never_hit_at_infinity():
     assert hitting_time([1.0, math.inf, math.inf]).median == math.inf
 
 
-def test_interval_of_the_hitting_time_covers_the_median_as_often_as_it_says():
+def test_hitting_time_interval_covers_the_median_as_often_as_said():
     rng = np.random.default_rng(0)
     true = math.ceil(math.log(0.5) / math.log(1 - 0.03))  # first t with P(T > t) ≤ ½ for a geometric law
     covered = 0

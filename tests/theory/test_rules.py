@@ -58,7 +58,7 @@ def test_stepping_many_points_is_the_formula_one_by_one(g, a, b, c):
         np.testing.assert_allclose(rule.at_norm(norms), one_by_one, rtol=1e-12)
 
 
-def test_shifted_clipping_is_its_formula_and_an_infinite_threshold_never_clips():
+def test_shifted_clipping_is_its_formula_and_infinity_never_clips():
     g = np.array([0.0, 1.0, 9.0, 1e300, np.inf])
     h = ShiftedClippedStep(lr=0.5, cap=1.0, shift=1.0).at_norm(g)
     np.testing.assert_allclose(h, np.minimum(0.5, 1.0 / (g + 1.0)), rtol=1e-15)

@@ -140,7 +140,7 @@ def test_affine_law_gives_theorems_3_and_6_in_their_sharp_forms():
     assert constant.bound == pytest.approx(theorem6(L0=0.7, L1=3.0, **numbers, version="sharp").bound)
 
 
-def test_without_a_largest_norm_the_doubling_step_of_an_affine_law_is_logarithmic():
+def test_doubling_step_of_an_affine_law_is_logarithmic():
     g = np.geomspace(1e-3, 1e3, 20)
     np.testing.assert_allclose(ell_step(Affine(0.5, 2.0), g), LogarithmicStep(L0=0.5, L1=2.0).at_norm(g))
     np.testing.assert_allclose(ell_decrease(lambda u: 3.0 + 0 * u, g), g**2 / 6)
