@@ -1,6 +1,7 @@
 """Lemmas 2, 9 and 11 to 13: random search for a counterexample, and none may turn up (rows 6, 13, 20)."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -39,6 +40,24 @@ def test_lemmas_11_to_13_hold_for_ten_thousand_noise_laws(num_values, dim, seed)
     for options in ({}, {"version": "sharp"}):
         assert lemma12(step, **options).holds.all()
         assert lemma13(step, **options).holds.all()
+
+
+@pytest.mark.parametrize("size", [1e-8, 1e-16, 1e-200, 0.0])
+def test_lemmas_hold_for_gradients_lost_in_the_noise(size):
+    step = random_laws(10_000, 3, 2, 5)
+    small = replace(step, gradient=step.gradient * size / np.maximum(step.grad_norm, step.tau)[:, None])
+    for inequality in (lemma11(small), lemma12(small, version="sharp"), lemma13(small, version="sharp")):
+        assert inequality.holds.all()
+
+
+def test_left_sides_are_the_expectations_of_the_paper():
+    step = random_laws(1000, 3, 2, 6)
+    h = step.steps
+    size = step.mean(np.abs(step.inner))
+    of_11 = step.mean(-h * step.inner)
+    of_12 = step.curvature * step.mean(h**2 * step.inner)
+    assert np.all(np.abs(lemma11(step).left - of_11) <= 1e-9 * step.lr * size)
+    assert np.all(np.abs(lemma12(step).left - of_12) <= 1e-9 * step.curvature * step.lr**2 * size)
 
 
 def test_the_search_would_notice_a_lemma_that_is_too_strong():

@@ -153,7 +153,9 @@ def lemma11(step: NoisyStep) -> Inequality:
         Inequality(left=np.float64(0.0), right=np.float64(0.0125))
     """
     h = step.steps
-    return Inequality(left=step.mean(-h * step.inner), right=step.mean(h) * step.grad_norm**2 / 4)
+    # η takes no part, as the noise has mean zero; left in, its rounding outweighs a small gradient's square.
+    shorter = step.lr[..., None] - h
+    return Inequality(left=step.mean(shorter * step.inner), right=step.mean(h) * step.grad_norm**2 / 4)
 
 
 def lemma12(step: NoisyStep, *, version: str = "printed") -> Inequality:
@@ -178,7 +180,8 @@ def lemma12(step: NoisyStep, *, version: str = "printed") -> Inequality:
     right = step.mean(h) * step.grad_norm**2 / 8
     if version == "printed":
         right = right + 9 * step.lr**2 * step.tau * step.L0**2 / step.L1
-    return Inequality(left=step.curvature * step.mean(h**2 * step.inner), right=right)
+    beyond = h**2 - step.lr[..., None] ** 2  # without η², as in Lemma 11
+    return Inequality(left=step.curvature * step.mean(beyond * step.inner), right=right)
 
 
 def lemma13(step: NoisyStep, *, version: str = "printed") -> Inequality:
