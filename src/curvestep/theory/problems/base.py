@@ -52,6 +52,13 @@ class Problem(ABC):
             L_0(L_1) = \sup_x \big(\lVert\nabla^2 f(x)\rVert - L_1\lVert\nabla f(x)\rVert\big)_+
         """
 
+    def frontier_near(self, starts: Array, L1: float, *, radius: float) -> float:
+        """The smallest L0 on the paper's set S: all within ``radius`` of {f ≤ f(x0)}.
+
+        Here that of the whole space, which is enough. ``FormulaProblem`` looks at S itself.
+        """
+        return self.frontier(L1)
+
     def grad_norm(self, x: Array) -> Array:
         """Gradient norms, one for each point."""
         return self.norm(self.gradient(x))

@@ -53,7 +53,7 @@ from curvestep.theory.theorems.guarantee import (
     in_class,
     ratio,
     require,
-    smooth_on,
+    smooth_within,
 )
 
 # min{a/L0, b/(L1 g)}: D alone gives 2.69298 at these round numbers. Rounded up, or it would not be proved.
@@ -181,13 +181,17 @@ def theorem3(
 
     The printed bound is true, its proof is not (row 12). The smooth form is the shortest bound (row 31).
 
+    Smoothness is needed on the paper's set S, within distance R of :math:`\{f \le f(x_0)\}`; printed, R is 1.
+    The sharp version needs it on :math:`\{f \le f(x_0)\}` alone: both promises of the decrease are positive
+    for every shorter step too, so that a step cannot leave the set.
+
     Args:
         L0: :math:`L_0 > 0`.
         L1: :math:`L_1 \ge 0` (printed: > 0).
         gap: :math:`\Delta = f(x_0) - f^*`.
         eps: The gradient norm :math:`\varepsilon > 0` to reach.
         version: ``"printed"``, ``"corrected"`` or ``"sharp"``.
-        radius: R, for the corrected version: how far around the sublevel set smoothness holds.
+        radius: R, for the corrected version.
         form: For the sharp version: ``"clipped"``, ``"smooth"`` or ``"logarithmic"``.
 
     Example:
@@ -203,18 +207,15 @@ def theorem3(
     check_choice("form", form, ("clipped", "smooth", "logarithmic"))
     if form != "clipped" and version != "sharp":
         raise ValueError(f"`form` must be 'clipped' unless `version` is 'sharp', got {form!r}.")
-    where = "everywhere"
     if version == "printed":
+        radius = 1.0
         rule: StepRule = ClippedStep(lr=1 / (10 * L0), max_norm=min(10 * L0, ratio(L0, L1)))
         bound = 20 * L0 * gap / eps**2 + 20 * max(1.0, L1**2) * gap / L0
-        where = "within distance 1 of {f ≤ f(x0)}"
         needs = (Assumption("L1 > 0", L1 > 0),)
     elif version == "corrected":
         cap = min(check_threshold("radius", radius), ratio(1.0, 10 * L1))
         rule = ClippedStep(lr=1 / (10 * L0), max_norm=10 * L0 * cap)
         bound = gap * max(20 * L0 / eps**2, 2 / (cap * eps))
-        if radius < math.inf:
-            where = f"within distance {radius:g} of {{f ≤ f(x0)}}"
     elif form == "smooth":
         rule = SmoothClippedStep(L0=L0, L1=L1)
         bound = 2 * gap * (L0 / eps**2 + L1 / eps)
@@ -224,14 +225,16 @@ def theorem3(
     else:
         rule = ClippedStep(lr=SHARP_LR / L0, max_norm=ratio(SHARP_CAP / SHARP_LR * L0, L1))
         bound = SHARP_CONSTANT * gap * (L0 / eps**2 + L1 / eps)
+    if version == "sharp":
+        radius = 0.0
     return Guarantee(
         theorem="Theorem 3",
         version=version,
         bound=bound,
         rule=rule,
-        assumptions=require(*smooth_on(where), *needs),
+        assumptions=require(*smooth_within(radius), *needs),
         decrease=_decrease_of(rule, version, L0, L1),
-        checks=in_class(L0=L0, L1=L1, gap=gap),
+        checks=in_class(L0=L0, L1=L1, gap=gap, radius=radius),
         **numbers,
     )
 

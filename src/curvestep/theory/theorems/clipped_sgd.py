@@ -17,7 +17,7 @@ from curvestep.theory.theorems.guarantee import (
     in_class,
     ratio,
     require,
-    smooth_on,
+    smooth_within,
 )
 
 
@@ -82,7 +82,7 @@ def theorem7(
         version=version,
         bound=bound,
         rule=ShiftedClippedStep(lr=lr, cap=cap, shift=tau),
-        assumptions=(*smooth_on("everywhere"), *needs, *_noise(tau)),
+        assumptions=(*smooth_within(math.inf), *needs, *_noise(tau)),
         checks=in_class(L0=L0, L1=L1, gap=gap),
         **numbers,
     )
@@ -134,7 +134,7 @@ def theorem8(
         version=version,
         bound=bound,
         rule=FixedStep(lr=lr),
-        assumptions=(*smooth_on("everywhere"), Assumption(f"‖∇f‖ ≤ M {where}"), *_noise(tau)),
+        assumptions=(*smooth_within(math.inf), Assumption(f"‖∇f‖ ≤ M {where}"), *_noise(tau)),
         checks=in_class(L0=L0, L1=L1, gap=gap),
         **numbers,
     )

@@ -17,7 +17,7 @@ from curvestep.theory.theorems.guarantee import (
     check_version,
     in_class,
     require,
-    smooth_on,
+    smooth_within,
 )
 
 
@@ -266,6 +266,7 @@ def theorem6(
     check_version(version)
     M = gradient_bound(gap, L0=L0, L1=L1) if M is None else check_nonnegative("M", M)
     K = L0 + L1 * M
+    radius = 1.0 if version == "printed" else 0.0
     constant = {"printed": 4.0, "corrected": 8 / 3, "sharp": 2.0}[version]
     lr = 1 / K if version == "sharp" else 0.5 / K
     return Guarantee(
@@ -273,9 +274,9 @@ def theorem6(
         version=version,
         bound=constant * K * gap / eps**2,
         rule=FixedStep(lr=lr),
-        assumptions=(*smooth_on("on {f ≤ f(x0)}"), Assumption(f"‖∇f‖ ≤ M = {M:.6g} on {{f ≤ f(x0)}}")),
+        assumptions=(*smooth_within(radius), Assumption(f"‖∇f‖ ≤ M = {M:.6g} on {{f ≤ f(x0)}}")),
         M=M,
         decrease=lambda g: g * g / (constant * K),
-        checks=in_class(L0=L0, L1=L1, gap=gap),
+        checks=in_class(L0=L0, L1=L1, gap=gap, radius=radius),
         **numbers,
     )

@@ -106,9 +106,12 @@ def require(*assumptions: Assumption) -> tuple[Assumption, ...]:
     return assumptions
 
 
-def in_class(*, L0: float, L1: float, gap: float) -> tuple[Check, Check]:
-    """Checks that a function is (L0, L1)-smooth and starts at most ``gap`` above its minimum."""
-    return partial(_check_frontier, L0=L0, L1=L1), partial(check_gap, gap=gap)
+def in_class(*, L0: float, L1: float, gap: float, radius: float = math.inf) -> tuple[Check, Check]:
+    """Checks that a function starts at most ``gap`` above its minimum and is (L0, L1)-smooth.
+
+    It need be smooth within ``radius`` of {f ≤ f(x0)} only, which is the paper's set S for radius 1.
+    """
+    return partial(_check_frontier, L0=L0, L1=L1, radius=radius), partial(check_gap, gap=gap)
 
 
 def check_gap(problem: Problem, starts: Array, *, gap: float) -> Note | None:
@@ -120,16 +123,24 @@ def check_gap(problem: Problem, starts: Array, *, gap: float) -> Note | None:
     return Note("gap", f"{problem.name} starts {found:g} above its minimum, {claim}")
 
 
-def _check_frontier(problem: Problem, starts: Array, *, L0: float, L1: float) -> Note | None:
-    needed = problem.frontier(L1)
+def _check_frontier(problem: Problem, starts: Array, *, L0: float, L1: float, radius: float) -> Note | None:
+    if math.isinf(radius):
+        needed = problem.frontier(L1)
+    else:
+        needed = problem.frontier_near(starts, L1, radius=radius)
     if needed <= L0 * (1 + TOLERANCE):
         return None
     claim = f"L1 = {L1:g} needs L0 = {needed:g}, and L0 = {L0:g} is claimed"
     return Note("outside-class", f"{problem.name} is not in the class: {claim}")
 
 
-def smooth_on(region: str) -> tuple[Assumption, Assumption]:
-    """Assumptions 1 to 3 of the paper."""
+def smooth_within(radius: float) -> tuple[Assumption, Assumption]:
+    """Assumptions 1 to 3 of the paper, of which the last need hold near the sublevel set only."""
+    region = f"within distance {radius:g} of {{f ≤ f(x0)}}"
+    if radius == 0:
+        region = "on {f ≤ f(x0)}"
+    elif math.isinf(radius):
+        region = "everywhere"
     return (
         Assumption("f bounded below and twice differentiable"),
         Assumption(f"‖∇²f‖ ≤ L0 + L1‖∇f‖ {region}"),
