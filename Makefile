@@ -15,8 +15,6 @@ OLDEST_PIP  ?=
 PYTHON_OLD  ?= $(shell for p in python3.11 ~/.pyenv/versions/3.11*/bin/python3.11 $(PYTHON); do $$p -c '' 2>/dev/null && echo $$p && break; done)
 STRICT      := tests/test_strict_device.py tests/optim/test_device.py tests/optim/test_graphs.py
 CORE        := tests/tensors/test_kernel.py tests/tensors/test_vectors.py tests/test_steps.py tests/optim tests/smoothness tests/trace tests/calibration
-# Those of the benchmarks need the packages of the reproduction.
-BENCHMARKED := tests/calibration/test_benchmark.py
 # torch 2.6 says of its own SequentialLR that it is deprecated.
 CORE_TESTS  := -m pytest -q -n 2 --dist loadfile -m "not slow" -W "ignore:The epoch parameter:UserWarning"
 
@@ -62,7 +60,7 @@ $(OLDEST)/.ready: pyproject.toml hatch_build.py $(wildcard src/curvestep/tensors
 define core
 	$(1) -c "import sys, torch, numpy as n, scipy as s; print(sys.version[:7], torch.__version__, n.__version__, s.__version__)"
 	$(1) -m pytest -q $(STRICT)
-	$(1) $(CORE_TESTS) $(CORE) $(addprefix --ignore=,$(STRICT) $(BENCHMARKED))
+	$(1) $(CORE_TESTS) $(CORE) $(addprefix --ignore=,$(STRICT))
 endef
 
 oldest: $(OLDEST)/.ready  ## the core tests with the oldest versions that pyproject.toml admits

@@ -21,10 +21,14 @@ os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
-# Doctests import every module: those of a framework that is not installed are left out.
-collect_ignore = [
-    f"src/curvestep/integrations/{name}.py" for name in ("lightning", "transformers") if not find_spec(name)
-]
+# Doctests import every module: one whose extra is not installed is left out.
+NEEDED = {
+    "integrations/lightning": "lightning",
+    "integrations/transformers": "transformers",
+    "display/drawing": "matplotlib",
+    "display/page": "plotly",
+}
+collect_ignore = [f"src/curvestep/{name}.py" for name, package in NEEDED.items() if not find_spec(package)]
 
 
 @pytest.fixture(autouse=True)

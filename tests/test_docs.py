@@ -10,10 +10,8 @@ import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-import nbformat
 import pytest
 import torch
-from docs.notebooks import FOLDER as NOTEBOOK_FOLDER, NOTEBOOKS, executed, printed
 from docs.outputs import PAGES as PAGES_WITH_OUTPUT, calibration_in, with_outputs
 from torch import nn
 from torch.nn import functional as F
@@ -97,18 +95,6 @@ def test_what_a_page_shows_is_what_its_blocks_print(name):
 
 def test_the_page_of_calibrate_shows_what_the_readme_script_prints():
     assert calibration_in("calibrate.md") == calibration_in("../README.md")
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # of the kernel's sockets and event loop
-@pytest.mark.parametrize("name", NOTEBOOKS)
-def test_what_a_notebook_shows_is_what_its_cells_print(name):
-    assert printed(nbformat.read(NOTEBOOK_FOLDER / f"{name}.ipynb", as_version=4)) == printed(executed(name))
-
-
-def test_there_are_three_notebooks_with_outputs():
-    assert len(NOTEBOOKS) == 3
-    assert all(printed(nbformat.read(NOTEBOOK_FOLDER / f"{name}.ipynb", as_version=4)) for name in NOTEBOOKS)
 
 
 @pytest.mark.parametrize("page", ELSEWHERE)

@@ -163,7 +163,7 @@ def test_every_page_with_a_picture_names_a_command_that_makes_it():
         text = page.read_text(encoding="utf-8")
         if re.search(r"!\[[^\]]*\]\(", text):
             assert re.search(
-                r"python (\w+/\w+_figures\.py|benchmarks/\w+\.py|-m benchmarks)|make reproduce",
+                r"python (-m )?((\w+/)?\w+_figures|(reproduction.)?benchmarks.\w+)|make reproduce",
                 text,
             ), page
     used = " ".join(page.read_text(encoding="utf-8") for page in (*PAGES, *DOCS.glob("results/*.md")))

@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import importlib.util
 import os
 import re
 import subprocess
@@ -44,14 +45,19 @@ def test_pictures_of_the_page_on_trust_are_drawn(tmp_path):
     assert len(shown) == 9
 
 
-SCRIPTS = sorted(p for folder in ("benchmarks", "docs", "examples") for p in (ROOT / folder).glob("*.py"))
+FOLDERS = ("benchmarks", "docs", "examples", "reproduction/benchmarks")
+SCRIPTS = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 
 
 @pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
 def test_what_a_script_imports_from_the_package_is_there(script):
     for node in ast.walk(ast.parse(script.read_text(encoding="utf-8"))):
         if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "curvestep":
-            module = importlib.import_module(node.module)
+            assert importlib.util.find_spec(node.module)
+            try:
+                module = importlib.import_module(node.module)
+            except ImportError as error:
+                pytest.skip(str(error))
             for alias in node.names:
                 if not hasattr(module, alias.name):
                     importlib.import_module(f"{node.module}.{alias.name}")

@@ -6,8 +6,10 @@ import sys
 import tomllib
 from pathlib import Path
 
-import hatch_build
 import pytest
+
+pytest.importorskip("hatchling", reason="comes with the group `dev`")
+import hatch_build
 import yaml
 from trove_classifiers import classifiers
 

@@ -6,6 +6,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+
+pytest.importorskip("plotly", reason="needs the extra `report`")
 from plotly import graph_objects
 
 from curvestep.display import page_words

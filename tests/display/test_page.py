@@ -12,8 +12,10 @@ import re
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
+
+pytest.importorskip("plotly", reason="needs the extra `report`")
+from PIL import Image
 
 import curvestep as cs
 from curvestep.advice.advice import Advice, advise
@@ -28,7 +30,8 @@ from curvestep.trace.run import read_json
 from curvestep.trace.schema import NONFINITE
 from curvestep.trace.trace import Trace
 from tests.display.calibrations import make_calibration
-from tests.display.pages import made_up_claim, make_reproduction, make_run, write_claims, write_status
+from tests.display.pages import make_run, write_status
+from tests.display.reproductions import made_up_claim, make_reproduction, write_claims
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 

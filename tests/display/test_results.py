@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+pytest.importorskip("plotly", reason="needs the extra `report`")
 import curvestep as cs
 from curvestep.display import results
 from curvestep.display.charts import run_charts

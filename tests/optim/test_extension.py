@@ -9,7 +9,8 @@ from torch import nn
 
 import curvestep as cs
 from curvestep.advice.outcome import outcome_of
-from curvestep.display.page import write_page
+from curvestep.display import page_words
+from curvestep.display.views import find_views, tasks_of
 from curvestep.trace.history import History
 
 ROOT = Path(__file__).parents[2]
@@ -63,8 +64,8 @@ def test_the_share_of_clipped_steps_is_one_number_everywhere(name, tmp_path):
     assert told.clipped == pytest.approx(share)
     assert told.max_norm == pytest.approx(0.8, rel=1e-4)
     assert f"about {share:.0%} of the steps are clipped, at 0.8" in cs.advise(trace).details()
-    write_page([tmp_path / "trace.jsonl"], tmp_path / "page.html")
-    assert f"about {share:.0%} of the steps were clipped" in (tmp_path / "page.html").read_text()
+    (view,) = find_views([tmp_path / "trace.jsonl"])
+    assert view.clipped_fraction == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
@@ -72,8 +73,8 @@ def test_the_share_of_clipped_steps_is_one_number_everywhere(name, tmp_path):
 )
 def test_the_page_gives_a_smooth_rule_its_own_threshold(name, line, tmp_path):
     run(OPTIMIZERS[name], tmp_path)
-    page = write_page([tmp_path / "trace.jsonl"], tmp_path / "page.html")
-    code = page.verdicts[0]["code"]
+    (task,) = tasks_of(find_views([tmp_path / "trace.jsonl"]))
+    code = page_words.verdict(task)["code"]
     assert code.startswith(line)
     assert {"RootSGD": "scale=0.8", "NormalizedSGD": "offset=0.8"}[name] in code
     assert "clip(" not in code

@@ -1,4 +1,4 @@
-"""What a measurement costs, in passes, operations and bytes; seconds are in ``benchmarks/probe.py``."""
+"""What a measurement costs in passes, operations and bytes; ``reproduction/benchmarks/probe.py`` times it."""
 
 import json
 import os

@@ -1,7 +1,7 @@
 """The next step after one run: a table of named conditions on the facts, read from the top.
 
 The loss curve speaks first, then what steps do, then the start. The limits were chosen on the development
-tasks of ``benchmarks/advice``, where the mean regret hardly depends on any of them.
+tasks of ``reproduction/benchmarks/advice``, where the mean regret hardly depends on any of them.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ batches and the same randomness, and are judged by batches that they do not step
 In a few steps a language model reaches the frequencies of its symbols at any of several rates, and the
 largest of them destroys the long run: the *smallest sufficient* rate transfers where the *best* does not. Of
 SGD under a schedule it is far too small, and a share of the best of longer arms transfers
-(``benchmarks/calibrate``).
+(``reproduction/benchmarks/calibrate``).
 """
 
 from __future__ import annotations

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.calibrate.data import Task, classify, next_token, regress, samples, small_cifar
-from benchmarks.calibrate.scheduled import (
+from reproduction.benchmarks.calibrate.data import Task, classify, next_token, regress, samples, small_cifar
+from reproduction.benchmarks.calibrate.scheduled import (
     GPT,
     Block,
     Recipe,

@@ -11,9 +11,24 @@ from functools import cache
 
 import torch
 import torch.nn.functional as F
-from benchmarks.calibrate.data import Batch, Draw, Task, classify, digits, next_token, samples, small_cifar
-from benchmarks.calibrate.scheduled import GPT, Recipe, images_not_trained_on, manual_characters, ptb_words
-from benchmarks.calibrate.scripts import pieces
+from reproduction.benchmarks.calibrate.data import (
+    Batch,
+    Draw,
+    Task,
+    classify,
+    digits,
+    next_token,
+    samples,
+    small_cifar,
+)
+from reproduction.benchmarks.calibrate.scheduled import (
+    GPT,
+    Recipe,
+    images_not_trained_on,
+    manual_characters,
+    ptb_words,
+)
+from reproduction.benchmarks.calibrate.scripts import pieces
 from torch import Tensor, nn
 
 EVERY = ("adamw", "momentum", "plain")

@@ -1,6 +1,6 @@
 """What calibrate costs beside training: gradients, CPU time, memory; each measured in a process of its own.
 
-    python -m benchmarks.calibrate.cost
+    python -m reproduction.benchmarks.calibrate.cost
 
 A perceptron of 17 million parameters. Memory is the peak of the process above the moment when only the model
 was there, in copies of its parameters.
@@ -58,7 +58,7 @@ def main() -> None:
     for kind in ("AdamW", "SGD with momentum"):
         rows = []
         for what in ("train", "calibrate"):
-            command = [sys.executable, "-m", "benchmarks.calibrate.cost", what, kind]
+            command = [sys.executable, "-m", "reproduction.benchmarks.calibrate.cost", what, kind]
             rows.append(json.loads(subprocess.run(command, check=True, capture_output=True).stdout))
         train, own = rows
         steps = own["seconds"] / (train["seconds"] / NUM_STEPS)

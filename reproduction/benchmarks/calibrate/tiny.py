@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Callable
 
 import torch
-from benchmarks.calibrate.data import (
+from reproduction.benchmarks.calibrate.data import (
     LENGTH,
     Task,
     characters,
@@ -27,7 +27,7 @@ from benchmarks.calibrate.data import (
     text,
     words,
 )
-from benchmarks.calibrate.other import HELD_OUT
+from reproduction.benchmarks.calibrate.other import HELD_OUT
 from torch import Tensor, nn
 
 from curvestep_reproduction.models import LSTMModel

@@ -5,14 +5,14 @@ import math
 
 import pytest
 import torch
-from benchmarks.calibrate import methods, run
-from benchmarks.calibrate.judged import JUDGED
-from benchmarks.calibrate.judged_sgd import JUDGED_SGD
-from benchmarks.calibrate.report import best_of, confidence, failures, report, table
-from benchmarks.calibrate.tasks import DEVELOPMENT, RECIPES, is_alive, trivial_loss
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from curvestep.calibration import pilots
+from reproduction.benchmarks.calibrate import methods, run
+from reproduction.benchmarks.calibrate.judged import JUDGED
+from reproduction.benchmarks.calibrate.judged_sgd import JUDGED_SGD
+from reproduction.benchmarks.calibrate.report import best_of, confidence, failures, report, table
+from reproduction.benchmarks.calibrate.tasks import DEVELOPMENT, RECIPES, is_alive, trivial_loss
 
 
 @pytest.fixture(autouse=True)

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from benchmarks.calibrate.data import (
+from reproduction.benchmarks.calibrate.data import (
     Batch,
     Draw,
     Task,
@@ -25,7 +25,7 @@ from benchmarks.calibrate.data import (
     small_cifar,
     text,
 )
-from benchmarks.calibrate.tiny import TASKS as TINY
+from reproduction.benchmarks.calibrate.tiny import TASKS as TINY
 from torch import Tensor, nn
 
 from curvestep_reproduction.data.corpus import load_ptb, load_topics

@@ -6,7 +6,7 @@ Other architectures than those of the development tasks, and for half of them ot
 from __future__ import annotations
 
 import torch
-from benchmarks.calibrate.data import (
+from reproduction.benchmarks.calibrate.data import (
     LENGTH,
     Task,
     classify,

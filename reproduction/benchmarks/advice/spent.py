@@ -6,8 +6,8 @@ import math
 
 import torch
 import torch.nn.functional as F
-from benchmarks.advice.noisy import fixed, stack, task
-from benchmarks.calibrate.data import Batch, digits
+from reproduction.benchmarks.advice.noisy import fixed, stack, task
+from reproduction.benchmarks.calibrate.data import Batch, digits
 from torch import Tensor, nn
 
 # Digits: nearer to another of the same kind than to one of another kind

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from benchmarks.calibrate.scheduled import Recipe
+from reproduction.benchmarks.calibrate.scheduled import Recipe
 from torch import Tensor, nn
 from torch.optim import Optimizer
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from benchmarks.calibrate.data import (
+from reproduction.benchmarks.calibrate.data import (
     Batch,
     Task,
     classify,
@@ -21,11 +21,18 @@ from benchmarks.calibrate.data import (
     reconstruct,
     samples,
 )
-from benchmarks.calibrate.judged import JUDGED, LARGE, bernoulli, matching, oscillation
-from benchmarks.calibrate.judged_sgd import JUDGED_SGD, QUANTILES, huber, pinball, pinball_of, ranked
-from benchmarks.calibrate.scheduled import BATCHES, SMALL, TRANSFORMERS, Recipe
-from benchmarks.calibrate.scripts import SCRIPTS, smoothed
-from benchmarks.calibrate.tiny import TASKS as TINY
+from reproduction.benchmarks.calibrate.judged import JUDGED, LARGE, bernoulli, matching, oscillation
+from reproduction.benchmarks.calibrate.judged_sgd import (
+    JUDGED_SGD,
+    QUANTILES,
+    huber,
+    pinball,
+    pinball_of,
+    ranked,
+)
+from reproduction.benchmarks.calibrate.scheduled import BATCHES, SMALL, TRANSFORMERS, Recipe
+from reproduction.benchmarks.calibrate.scripts import SCRIPTS, smoothed
+from reproduction.benchmarks.calibrate.tiny import TASKS as TINY
 from torch import Tensor
 
 CLEARLY = 0.05  # of the trivial predictor's loss: below it by less, a task is dead

@@ -1,6 +1,7 @@
 """Runs of the benchmark, each once: a line of JSON in the rows' folder, safe to kill at any time.
 
-    python -m benchmarks.calibrate.run --rows FOLDER --part develop | judge | judge-sgd | smoke [--tasks ...]
+    python -m reproduction.benchmarks.calibrate.run --rows FOLDER [--tasks ...]
+        --part develop | judge | judge-sgd | smoke
 
 ``develop`` never opens a judged task; ``judge`` refuses to run with other constants than the frozen ones, and
 so does ``judge-sgd``, the tasks of SGD's second rule. ``--methods "budget 80" "budget 160" "budget 320"``
@@ -22,10 +23,10 @@ from statistics import mean
 from typing import Any
 
 import torch
-from benchmarks.calibrate.data import Batch
-from benchmarks.calibrate.judged import JUDGED
-from benchmarks.calibrate.judged_sgd import JUDGED_SGD
-from benchmarks.calibrate.methods import (
+from reproduction.benchmarks.calibrate.data import Batch
+from reproduction.benchmarks.calibrate.judged import JUDGED
+from reproduction.benchmarks.calibrate.judged_sgd import JUDGED_SGD
+from reproduction.benchmarks.calibrate.methods import (
     BUDGETS,
     FIRST_RATE,
     FIXED,
@@ -36,8 +37,14 @@ from benchmarks.calibrate.methods import (
     prepare,
     step,
 )
-from benchmarks.calibrate.scheduled import Recipe
-from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, RECIPES, num_parameters, trivial_loss
+from reproduction.benchmarks.calibrate.scheduled import Recipe
+from reproduction.benchmarks.calibrate.tasks import (
+    DEVELOPMENT,
+    FEW_PEAKS,
+    RECIPES,
+    num_parameters,
+    trivial_loss,
+)
 from torch import nn
 
 from curvestep import SmoothnessProbe

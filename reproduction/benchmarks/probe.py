@@ -1,6 +1,7 @@
 """What a measurement of smoothness costs: time, memory, and eigenvalue tracking beside it.
 
-    python benchmarks/probe.py [--tasks lstm …] [--parts cost run budget geometry rival memory] [--json PATH]
+    python reproduction/benchmarks/probe.py [--tasks lstm …] [--json PATH]
+        [--parts cost run budget geometry rival memory]
 
 Everything is timed in CPU time of one thread, and the variants take turns in one process, so that a busy
 machine slows them alike; medians count.
@@ -374,7 +375,7 @@ differ by 0.1 in the costs and by 0.03 in the lengths of runs. The steady alloca
 Numbers: `{path.name}`.
 
 ```
-python benchmarks/probe.py --json docs/results/probe.json
+python reproduction/benchmarks/probe.py --json docs/results/probe.json
 ```
 
 {chr(10).join("| " + " | ".join(line) + " |" for line in lines)}

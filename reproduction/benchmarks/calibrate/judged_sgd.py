@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from benchmarks.calibrate.data import Batch, Task, classify, small_cifar
-from benchmarks.calibrate.judged import endless
-from benchmarks.calibrate.scheduled import Recipe
+from reproduction.benchmarks.calibrate.data import Batch, Task, classify, small_cifar
+from reproduction.benchmarks.calibrate.judged import endless
+from reproduction.benchmarks.calibrate.scheduled import Recipe
 from torch import Tensor, nn
 
 KINDS = ("momentum", "plain")

@@ -12,9 +12,9 @@ from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
-from benchmarks.calibrate.data import Batch, Task, digits
-from benchmarks.calibrate.judged import endless
-from benchmarks.calibrate.scheduled import Recipe
+from reproduction.benchmarks.calibrate.data import Batch, Task, digits
+from reproduction.benchmarks.calibrate.judged import endless
+from reproduction.benchmarks.calibrate.scheduled import Recipe
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import weight_norm
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import torch
 import torch.nn.functional as F
-from benchmarks.advice.noisy import fixed, stack, task
-from benchmarks.calibrate.data import Batch, digits
+from reproduction.benchmarks.advice.noisy import fixed, stack, task
+from reproduction.benchmarks.calibrate.data import Batch, digits
 from torch import Tensor, nn
 
 # Places of numbers in their order

@@ -1,6 +1,6 @@
 """The table of the benchmark, from its rows alone.
 
-    python -m benchmarks.calibrate.report --rows FOLDER [--out docs/results/calibrate-tasks.md]
+    python -m reproduction.benchmarks.calibrate.report --rows FOLDER [--out docs/results/calibrate-tasks.md]
 
 Regret = (loss - loss of the grid's best) / (first loss - loss of the grid's best), on data that training
 never sees; the grid's best is the rate with the lowest mean loss over the seeds that it was run on. A task
@@ -15,11 +15,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from statistics import mean, median
 
-from benchmarks.calibrate.judged import JUDGED
-from benchmarks.calibrate.judged_sgd import JUDGED_SGD
-from benchmarks.calibrate.methods import BUDGETS, RIVALS, SCHEDULE, SGD_FIXED
-from benchmarks.calibrate.run import Job, loss_of, read
-from benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, is_alive
+from reproduction.benchmarks.calibrate.judged import JUDGED
+from reproduction.benchmarks.calibrate.judged_sgd import JUDGED_SGD
+from reproduction.benchmarks.calibrate.methods import BUDGETS, RIVALS, SCHEDULE, SGD_FIXED
+from reproduction.benchmarks.calibrate.run import Job, loss_of, read
+from reproduction.benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, is_alive
 
 from curvestep.calibration import pilots
 from curvestep.calibration.calibration_words import confidence as confidence_of, of_arms

@@ -1,6 +1,7 @@
 """Runs that advise is asked about, each once: a line of JSON in the rows' folder, and a trace beside it.
 
-    python -m benchmarks.advice --rows FOLDER --part develop | judge [--tasks …] [--kinds …] [--seeds 1 2]
+    python -m reproduction.benchmarks.advice --rows FOLDER --part develop | judge
+        [--tasks …] [--kinds …] [--seeds 1 2]
 
 Every task of :data:`DEVELOPMENT` or :data:`JUDGED` is trained by five kinds of optimizer at seven learning
 rates over three decades, and at more where the best one is an end of that grid. Safe to kill at any time.
@@ -19,14 +20,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmarks.advice.held_out import HELD_OUT
-from benchmarks.advice.noisy import NOISY, constant_loss
-from benchmarks.advice.spent import SPENT
-from benchmarks.calibrate.data import Batch
-from benchmarks.calibrate.methods import first_norm
-from benchmarks.calibrate.run import NUM_JUDGES, judged
-from benchmarks.calibrate.scheduled import Recipe
-from benchmarks.calibrate.tasks import RECIPES, trivial_loss
+from reproduction.benchmarks.advice.held_out import HELD_OUT
+from reproduction.benchmarks.advice.noisy import NOISY, constant_loss
+from reproduction.benchmarks.advice.spent import SPENT
+from reproduction.benchmarks.calibrate.data import Batch
+from reproduction.benchmarks.calibrate.methods import first_norm
+from reproduction.benchmarks.calibrate.run import NUM_JUDGES, judged
+from reproduction.benchmarks.calibrate.scheduled import Recipe
+from reproduction.benchmarks.calibrate.tasks import RECIPES, trivial_loss
 from torch import nn
 from torch.optim import Optimizer
 

@@ -1,6 +1,7 @@
 """Regret before and after following each adviser, from the cached runs.
 
-    python -m benchmarks.advice.score --rows FOLDER --part develop | judge [--default] [--far] [--train]
+    python -m reproduction.benchmarks.advice.score --rows FOLDER --part develop | judge
+        [--default] [--far] [--train]
 
 Regret = (loss - loss of the grid's best) / (first loss - loss of the grid's best), on data that training
 never sees, 0 at least and 1 for a run that was lost or ended above its start. Each seed has its own grid. A
@@ -22,8 +23,8 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from benchmarks.advice.run import DEVELOPMENT, JUDGED, LOWEST, Job, Rows, loss_of
-from benchmarks.calibrate.tasks import is_alive
+from reproduction.benchmarks.advice.run import DEVELOPMENT, JUDGED, LOWEST, Job, Rows, loss_of
+from reproduction.benchmarks.calibrate.tasks import is_alive
 
 from curvestep.advice.advice import advise
 from curvestep.advice.outcome import Outcome, outcome_of

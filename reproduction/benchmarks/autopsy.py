@@ -1,7 +1,8 @@
 """Does `cs.Autopsy` name the cause of a spike? Planted causes and clean steps; and what it costs.
 
-    python benchmarks/autopsy.py [--part develop|judge] [--seeds 100] [--causes batch …] [--rows PATH]
-    python benchmarks/autopsy.py --cost
+    python reproduction/benchmarks/autopsy.py [--part develop|judge] [--seeds 100]
+        [--causes batch …] [--rows PATH]
+    python reproduction/benchmarks/autopsy.py --cost
 
 A seed draws a small network, a task, an optimizer and the step at which one thing goes wrong:
 
