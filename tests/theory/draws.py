@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from curvestep.theory.problems.base import BoundedNoise, Problem
+from curvestep.theory.problems.base import BoundedNoise, Noise, Problem
 from curvestep.theory.problems.polynomials import Polynomial, Quadratic
 from curvestep.theory.problems.walls import ExponentialWall, SlowValley
 from curvestep.theory.theorems.clipped_gd import normalized_gd, theorem3
@@ -53,6 +53,8 @@ class Walls(Problem):
 
 class RareNoise(BoundedNoise):
     """τ along the first axis with probability 1/10, else τ/9 backwards: clipping is biased on it."""
+
+    is_symmetric = False
 
     def draw(self, rng, batch, problem):
         event = problem.event_shape
@@ -145,3 +147,37 @@ def draw_stochastic(rng):
         guarantee = theorem(**numbers, **extra, eps=eps, tau=tau, version=version)
         if guarantee.bound < 1e5:
             return problem, x0, guarantee
+
+
+class SymmetricNoise(Noise):
+    """Symmetric noise of a given root mean square: normal, of heavy tails, or rare and large."""
+
+    is_symmetric = True
+
+    def __init__(self, law, sigma):
+        self.law = law
+        self._sigma = sigma
+
+    @property
+    def sigma(self):
+        return self._sigma
+
+    def draw(self, rng, batch, problem):
+        event = problem.event_shape
+        shape = (*batch, *event)
+        per_axis = self._sigma / math.sqrt(math.prod(event))
+        if self.law == "normal":
+            return per_axis * rng.normal(size=shape)
+        if self.law == "student":  # three degrees of freedom have variance 3
+            return per_axis * rng.standard_t(3, size=shape) / math.sqrt(3)
+        spikes = rng.choice([-1.0, 0.0, 1.0], p=[0.01, 0.98, 0.01], size=batch) / math.sqrt(0.02)
+        direction = rng.normal(size=event)
+        return problem.scale(self._sigma * spikes, direction / np.linalg.norm(direction))
+
+
+def draw_walls(rng, dim=3):
+    """Walls in a rotated frame, with their L0 and L1, and a start."""
+    L0 = log_uniform(rng, 0.3, 3)
+    L1 = log_uniform(rng, 0.3, 3)
+    problem = rotated_walls(L0=L0, L1=L1, dim=dim, seed=int(rng.integers(1000)))
+    return problem, {"L0": L0, "L1": L1}, rng.normal(size=dim) / L1
