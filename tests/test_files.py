@@ -1,3 +1,4 @@
+import errno
 import math
 import subprocess
 import sys
@@ -63,16 +64,38 @@ def rows_in(path, **options):
         return list(read_rows(file, path, **options))
 
 
-def test_rows_come_back_in_order_and_a_second_writer_is_an_error(path):
+def test_rows_come_back_in_order(path):
     rows = [{"step": step, "loss": math.inf if step == 3 else 1.0 / (step + 1)} for step in range(5000)]
-    first = RowFile(path)
+    file = RowFile(path)
     for row in rows:
-        first.append(row)
+        file.append(row)
     assert rows_in(path) == rows
+
+
+def test_of_two_writers_in_a_process_the_one_that_is_behind_gets_an_error(path):
+    first = RowFile(path)
+    first.append({"step": 0})
     second = RowFile(path)
-    second.append({"step": 5000})
-    with pytest.raises(OSError, match="give each its own file"):
-        first.append({"step": 5000})
+    second.append({"step": 1})
+    with pytest.raises(OSError, match="give each its own file") as error:
+        first.append({"step": 2})
+    assert error.value.errno == errno.EBUSY
+    second.append({"step": 3})
+    assert [row["step"] for row in rows_in(path)] == [0, 1, 3]
+
+
+def test_a_writer_of_a_deleted_file_gets_an_error(path):
+    file = RowFile(path)
+    path.unlink()
+    with pytest.raises(OSError, match="replaced or deleted"):
+        file.append({"step": 0})
+
+
+def test_a_file_that_is_moved_is_written_on(path):
+    file = RowFile(path)
+    path.rename(path.with_name("moved.jsonl"))
+    file.append({"step": 0})
+    assert rows_in(path.with_name("moved.jsonl")) == [{"step": 0}]
 
 
 @pytest.mark.parametrize("kept", [b"", b'{"step": 0}', b'{"step": 0}\n'])

@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import os
+import threading
 import uuid
 import warnings
 import weakref
@@ -20,6 +21,11 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NoReturn
+
+try:
+    import fcntl
+except ImportError:  # Windows has none
+    fcntl = None
 
 Row = dict[str, Any]  # what JSON knows, by name
 
@@ -30,6 +36,8 @@ _DAMAGED = f"it does not match its checksum: damaged, or edited without removing
 _TAIL = f', "{_KEY}": "'.encode()
 _TAIL_LENGTH = len(_TAIL) + len('01234567"}')
 _PART = ".part"  # suffix of a file that is being written
+_FLAGS = os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0)  # no O_APPEND: a failed write is cut off
+_WRITING = threading.RLock()  # writers of one process take turns: the lock of a file is that of the process
 
 
 def replace_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None:
@@ -37,7 +45,7 @@ def replace_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None
 
     A reader sees the old file or the new one, never a part; a write that fails leaves the old one.
     """
-    beside = path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PART}")
+    beside = _beside(path)
     try:
         with beside.open("xb") as file:
             write(file)
@@ -47,6 +55,11 @@ def replace_atomically(path: Path, write: Callable[[IO[bytes]], object]) -> None
     except BaseException:
         beside.unlink(missing_ok=True)
         raise
+
+
+def _beside(path: Path) -> Path:
+    """A new name in the same folder for a file that is being written."""
+    return path.with_name(f".{path.name}.{uuid.uuid4().hex}{_PART}")
 
 
 def remove_parts(folder: Path) -> None:
@@ -190,41 +203,72 @@ def read_rows(file: BinaryIO, path: Path, *, first_line: int = 1, skip_damaged: 
         )
 
 
-def end_of_last_row(path: Path) -> int:
+def end_of_last_row(file: BinaryIO) -> int:
     """Where to append: the length of the file without a torn or damaged last line."""
-    data = path.read_bytes()
-    last = data.rstrip(b"\n").rfind(b"\n") + 1
+    end = 0
+    last = b""
+    start_of_last = 0
+    file.seek(0)
+    for line in file:
+        if line.strip():
+            last = line
+            start_of_last = end
+        end += len(line)
     try:
-        load_row(data[last:])
+        load_row(last)
     except ValueError:
-        return last
-    return len(data)
+        return start_of_last
+    return end
 
 
 class RowFile:
     """File that grows by whole rows: a write that fails leaves it as it was, a second writer is an error.
 
-    Each row goes to the operating system at once, so a killed process loses nothing. The descriptor is
-    closed when the object dies.
+    Each row goes to the operating system at once, so a killed process loses nothing. The file is locked
+    against other processes until it is closed or the process dies. In one process the first object that
+    writes goes on; another one that was opened before finds the file changed. The descriptor is closed when
+    the object dies.
 
     Args:
         path: The file; created if need be.
         end: Where to go on; what follows is cut off. Default: the end of the file.
+
+    Raises:
+        OSError: With ``errno.EBUSY``, if somebody else writes to the file. Opening and writing check it.
     """
 
+    close: Callable[[], object]
+
     def __init__(self, path: Path, *, end: int | None = None) -> None:
-        # Not O_APPEND: the position is ours, so that a failed write can be cut off.
-        self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT | getattr(os, "O_BINARY", 0), 0o644)
-        self._path = str(path)
-        self.close = weakref.finalize(self, os.close, self._descriptor)
-        if end is None:
-            end = os.fstat(self._descriptor).st_size
+        self.path = path
+        with _WRITING:
+            self._open()
+            if end is not None:
+                self.cut(end)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing was written yet."""
+        return self._end == 0
+
+    def reader(self) -> BinaryIO:
+        """The file from its start, for reading; closing what comes back does not close the file.
+
+        Another descriptor would not do: closing that one would release the lock.
+        """
+        os.lseek(self._descriptor, 0, os.SEEK_SET)
+        return os.fdopen(self._descriptor, "rb", closefd=False)
+
+    def cut(self, end: int) -> None:
+        """Cut off what follows ``end``, and go on there."""
+        os.ftruncate(self._descriptor, end)
+        self._go_to(end)
+
+    def _go_to(self, end: int) -> None:
         self._end = end
-        os.ftruncate(self._descriptor, self._end)
         # Not os.pread, which Windows lacks. Reading the last byte also goes to the end.
-        os.lseek(self._descriptor, max(0, self._end - 1), os.SEEK_SET)
-        if os.read(self._descriptor, 1) not in (b"", b"\n"):
-            self.write(b"\n")
+        os.lseek(self._descriptor, max(0, end - 1), os.SEEK_SET)
+        self._ends_in_line = os.read(self._descriptor, 1) not in (b"", b"\n")
 
     def append(self, row: Mapping[str, object]) -> None:
         """Append one row."""
@@ -232,23 +276,105 @@ class RowFile:
 
     def write(self, line: bytes) -> None:
         """Append a line as it is; on ``OSError`` (a full disk) cut off what was written of it and raise."""
-        size = os.fstat(self._descriptor).st_size
-        if size != self._end:
-            raise OSError(
-                errno.EBUSY,
-                f"the file has {size} bytes, not the {self._end} that were written here. Another trace or "
-                "process writes to it: give each its own file",
-                self._path,
-            )
-        written = 0
-        try:
-            while written < len(line):
-                written += os.write(self._descriptor, line[written:])
-        except OSError:
-            os.ftruncate(self._descriptor, self._end)
+        with _WRITING:
+            self._check_alone()
+            if self._ends_in_line:
+                line = b"\n" + line
             os.lseek(self._descriptor, self._end, os.SEEK_SET)
+            written = 0
+            try:
+                while written < len(line):
+                    written += os.write(self._descriptor, line[written:])
+            except OSError:
+                os.ftruncate(self._descriptor, self._end)
+                raise
+            self._end += written
+            self._ends_in_line = False
+
+    def replace(self, content: bytes) -> None:
+        """Replace the file by one with this content, and go on after it; an error leaves it as it was."""
+        with _WRITING:
+            self._check_alone()
+            if fcntl is None:
+                self._replace_closed(content)
+                return
+            beside = _beside(self.path)
+            descriptor = os.open(beside, _FLAGS | os.O_EXCL, 0o644)
+            try:
+                self._lock(descriptor)  # before the file has its name, by which others find it
+                with os.fdopen(descriptor, "wb", closefd=False) as file:
+                    file.write(content)
+                os.fsync(descriptor)
+                beside.replace(self.path)
+            except BaseException:
+                os.close(descriptor)
+                beside.unlink(missing_ok=True)
+                raise
+            self.close()
+            self._use(descriptor)
+
+    def _replace_closed(self, content: bytes) -> None:
+        """The same on Windows, which cannot replace a file that is open."""
+        self.close()
+        try:
+            write_atomically(self.path, content)
+        finally:
+            self._open()
+
+    def _open(self) -> None:
+        """Open and lock the file, and go to its end."""
+        descriptor = os.open(self.path, _FLAGS, 0o644)
+        try:
+            self._lock(descriptor)
+        except OSError:
+            os.close(descriptor)
             raise
-        self._end += written
+        if self._is_deleted(os.fstat(descriptor)):  # by one that replaced it before it was locked here
+            os.close(descriptor)
+            self._open()
+        else:
+            self._use(descriptor)
+
+    def _use(self, descriptor: int) -> None:
+        """Go on at the end of this open file."""
+        self._descriptor = descriptor
+        self.close = weakref.finalize(self, os.close, descriptor)
+        self._go_to(os.fstat(descriptor).st_size)
+
+    def _check_alone(self) -> None:
+        """Lock the file again, and raise an error if it is not as this object left it."""
+        self._lock(self._descriptor)  # another descriptor of this process may have released it
+        now = os.fstat(self._descriptor)
+        if self._is_deleted(now):
+            raise self._in_use("the file was replaced or deleted")
+        if now.st_size != self._end:
+            raise self._in_use(
+                f"the file has {now.st_size} bytes, not the {self._end} that were written here"
+            )
+
+    def _is_deleted(self, now: os.stat_result) -> bool:
+        """Whether the open file is no longer in its folder."""
+        if now.st_nlink > 0:
+            return False
+        try:
+            return not os.path.samestat(now, self.path.stat())  # some network drives count no links
+        except FileNotFoundError:
+            return True
+
+    def _lock(self, descriptor: int) -> None:
+        if fcntl is None:
+            return
+        try:
+            # A lock of the process, which no child inherits: workers that outlive a killed run hold nothing.
+            fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in (errno.EACCES, errno.EAGAIN):
+                raise self._in_use("the file is locked") from None
+            # Any other error says that this file system has no locks.
+
+    def _in_use(self, fact: str) -> OSError:
+        message = f"{fact}. Another trace or process writes to it: give each its own file"
+        return OSError(errno.EBUSY, message, str(self.path))
 
 
 def _refuse(constant: str) -> NoReturn:

@@ -1,9 +1,12 @@
+import errno
+import itertools
 import json
 import math
 import re
 import resource
 import tracemalloc
 import warnings
+from collections import Counter
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +20,7 @@ from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.trace.history import History
 from curvestep.trace.schema import ESTIMATORS, FAILED, FIELDS, HEADER_FIELDS, OK
 from curvestep.trace.trace import Trace
+from tests.processes import CONTEXT
 from tests.smoothness.loops import measured_sgd
 
 
@@ -438,16 +442,18 @@ def test_facts_are_added_to_a_header_once_and_replace_nothing(tmp_path):
         assert each.column("step").tolist() == [0, 1]
 
 
-def test_a_header_that_cannot_be_rewritten_leaves_the_file_as_it_was(tmp_path, monkeypatch):
-    def full(path, content):
+def test_a_header_that_cannot_be_rewritten_leaves_the_file_as_it_was(path, monkeypatch):
+    def full(*args):
         raise OSError("disk full")
 
-    trace = Trace(tmp_path / "t.jsonl")
-    monkeypatch.setattr("curvestep.trace.trace.write_atomically", full)
-    with pytest.raises(OSError, match="disk full"):
-        trace.describe({"optimizer": "SGD"})
+    trace = Trace(path)
+    with monkeypatch.context() as patch:
+        patch.setattr("os.fsync", full)
+        with pytest.raises(OSError, match="disk full"):
+            trace.describe({"optimizer": "SGD"})
     trace.append({"step": 0})
-    assert len(Trace.load(tmp_path / "t.jsonl")) == 1
+    assert len(Trace.load(path)) == 1
+    assert [file.name for file in path.parent.iterdir()] == [path.name]
 
 
 def test_a_row_says_whether_it_was_clipped_and_older_rows_are_inferred():
@@ -568,3 +574,78 @@ def test_rows_without_fractions_have_those_of_the_header():
     trace.append({"step": 0})
     trace.append({"step": 1, "fractions": [0.25]})
     np.testing.assert_array_equal(trace.column("fractions"), [[0.5, 1.0], [0.25, np.nan]])
+
+
+# Two writers of one file
+
+ACTIONS = {
+    "describe": lambda trace, name: trace.describe({"model": name}),
+    "append": lambda trace, name: trace.append({"step": len(trace), "writer": name}),
+    "cut": lambda trace, name: trace.cut(0),
+}
+
+
+@pytest.mark.parametrize("actions", list(itertools.product(ACTIONS, repeat=2)), ids="-".join)
+@pytest.mark.parametrize("order", sorted(set(itertools.permutations("aaabbb"))), ids="".join)
+def test_of_two_traces_of_a_file_one_writes_and_the_other_is_told(order, actions, path):
+    traces = {"a": Trace(path), "b": Trace(path)}
+    todo = {name: [*actions, "append"] for name in traces}
+    written = []
+    refused = set()
+    for name in order:
+        action = todo[name].pop(0)
+        try:
+            ACTIONS[action](traces[name], name)
+        except OSError as error:
+            refused.add((name, error.errno))
+            continue
+        if action == "append":
+            written.append(name)
+        if action == "cut":
+            written = [writer for writer in written if writer != name]
+    rows = [row["writer"] for row in Trace.load(path)]
+    assert rows == written
+    assert len(set(rows)) == 1
+    assert refused == {(name, errno.EBUSY) for name in traces if name not in rows}
+
+
+def write_at_the_same_time(folder, name, if_exists, rounds, barrier, results):
+    """In each round open the same trace as the others and write five rows; files stay open until all did."""
+    for number in range(rounds):
+        written = []
+        error = None
+        barrier.wait(60)
+        try:
+            trace = Trace(folder / f"{number}.jsonl", if_exists=if_exists)
+            trace.describe({"model": name})
+            for step in range(5):
+                trace.append({"step": step, "writer": name})
+                written.append((trace.path.name, name))
+        except OSError as caught:
+            error = caught.errno
+        results.put((number, written, error))
+        barrier.wait(60)
+
+
+@pytest.mark.parametrize("if_exists", ["resume", "new", "overwrite"])
+def test_no_row_is_lost_by_processes_that_start_together(if_exists, tmp_path):
+    rounds = 20
+    barrier = CONTEXT.Barrier(3)
+    results = CONTEXT.Queue()
+    processes = [
+        CONTEXT.Process(
+            target=write_at_the_same_time, args=(tmp_path, name, if_exists, rounds, barrier, results)
+        )
+        for name in "abc"
+    ]
+    for process in processes:
+        process.start()
+    found = [results.get(timeout=60) for _ in range(3 * rounds)]
+    for process in processes:
+        process.join()
+    in_files = [(file.name, row["writer"]) for file in tmp_path.iterdir() for row in Trace.load(file)]
+    assert sorted(in_files) == sorted(row for _, written, _ in found for row in written)
+    assert all(error == (None if written else errno.EBUSY) for _, written, error in found)
+    num_winners = 3 if if_exists == "new" else 1
+    winners = Counter(number for number, written, _ in found if written)
+    assert winners == dict.fromkeys(range(rounds), num_winners)

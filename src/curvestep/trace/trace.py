@@ -9,6 +9,7 @@ A trace file is JSON Lines: a header, then one object per row, written as soon a
 from __future__ import annotations
 
 import copy
+import errno
 import itertools
 import math
 import platform
@@ -18,13 +19,13 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard, TypeVar
 
 import numpy as np
 
 from curvestep.checks import check_choice
 from curvestep.display.markup import html_table
-from curvestep.files import RowFile, dump_row, end_of_last_row, load_row, read_rows, write_atomically
+from curvestep.files import RowFile, dump_row, end_of_last_row, load_row, read_rows
 from curvestep.trace.clipping import CLIP_COLUMNS, clip_norms
 from curvestep.trace.schema import FIELDS, OK, Row
 
@@ -78,8 +79,9 @@ class Trace:
         self._unwritten: list[bytes] = []
         self._closed = False
         if path is not None:
-            self.path = _chosen_path(Path(path), if_exists)
-            self._file = self._open(self.path, header)
+            self._file = _open_file(Path(path), if_exists)
+            self.path = self._file.path
+            self._begin(self._file, header)
 
     @classmethod
     def load(cls, path: str | Path) -> Trace:
@@ -89,7 +91,8 @@ class Trace:
         """
         trace = cls()
         trace.path = Path(path)
-        trace._read(trace.path)
+        with trace.path.open("rb") as file:
+            trace._read(file, trace.path)
         return trace
 
     def describe(self, facts: Mapping[str, object]) -> None:
@@ -98,7 +101,7 @@ class Trace:
             return
         self.header = _plain({**facts, **self.header})
         self._cached.clear()
-        self._rewrite([self.header])
+        self._rewrite([])
 
     def append(self, row: Mapping[str, object]) -> bool:
         """Add ``row`` in memory and on disk; False if its step was there already.
@@ -130,7 +133,7 @@ class Trace:
             self._cached.clear()
             for row in kept:
                 self._add(row)
-            self._rewrite([self.header, *kept])
+            self._rewrite(kept)
         return len(rows) - len(kept)
 
     def close(self) -> None:
@@ -260,36 +263,31 @@ class Trace:
         return row
 
     def _rewrite(self, rows: Sequence[Row]) -> None:
-        """Replace the file, if there is one, by these rows, and go on after them."""
-        if self.path is None or self._file is None:
-            return
-        self._file.close()
-        try:
-            write_atomically(self.path, b"".join(map(dump_row, rows)))
-        finally:  # also where the disk is full: then the file is as it was
-            self._file = RowFile(self.path)
+        """Replace the file, if there is one, by the header and these rows."""
+        if self._file is not None:
+            self._file.replace(b"".join(dump_row(row) for row in (self.header, *rows)))
 
-    def _open(self, path: Path, header: Row) -> RowFile:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        if _is_empty(path):
-            file = RowFile(path, end=0)
+    def _begin(self, file: RowFile, header: Row) -> None:
+        """Write the header to a new file, or read what an older one holds."""
+        if file.is_empty:
             file.append(self.header)
-            return file
-        self._read(path)
+            return
+        with file.reader() as content:
+            self._read(content, file.path)
+            end = end_of_last_row(content)
+        file.cut(end)
         differ = [key for key, value in header.items() if self.header.get(key) != _plain(value)]
         if differ:
             warnings.warn(
-                f"{path} is continued, but its header differs in: {', '.join(differ)}. "
+                f"{file.path} is continued, but its header differs in: {', '.join(differ)}. "
                 "Rows measured in different ways do not make one fit; start a new file for a new run.",
                 stacklevel=3,
             )
-        return RowFile(path, end=end_of_last_row(path))
 
-    def _read(self, path: Path) -> None:
-        with path.open("rb") as file:
-            self.header = _read_header(file.readline(), path)
-            for row in read_rows(file, path, first_line=2):
-                self._add(row)
+    def _read(self, file: BinaryIO, path: Path) -> None:
+        self.header = _read_header(file.readline(), path)
+        for row in read_rows(file, path, first_line=2):
+            self._add(row)
 
     def _add(self, row: Mapping[str, object]) -> bool:
         """Append a row in memory; False if its step is there already."""
@@ -316,16 +314,34 @@ def _cells(row: Mapping[str, object], above: KeyPath = ()) -> Iterator[tuple[Key
             yield (*above, key), value
 
 
-def _chosen_path(path: Path, if_exists: str) -> Path:
+def _open_file(path: Path, if_exists: str) -> RowFile:
     """The file to write, where one of this name may hold rows."""
     if path.is_dir():
         raise ValueError(f"{path} is a folder. Name a file in it: {path / 'trace.jsonl'}.")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if if_exists == "new":
+        return _open_free_file(path)
+    file = RowFile(path)
     if if_exists == "overwrite" and _holds_rows(path):
+        file.close()
         path.unlink()
-    chosen, numbers = path, itertools.count(2)
-    while if_exists == "new" and _holds_rows(chosen):
-        chosen = path.with_name(f"{path.stem}-{next(numbers)}{path.suffix}")
-    return chosen
+        return RowFile(path)
+    return file
+
+
+def _open_free_file(path: Path) -> RowFile:
+    """The first of ``trace.jsonl``, ``trace-2.jsonl`` … without rows that no other process has open."""
+    candidate = path
+    number = 1
+    while True:
+        if not _holds_rows(candidate):
+            try:
+                return RowFile(candidate)
+            except OSError as error:
+                if error.errno != errno.EBUSY:
+                    raise
+        number += 1
+        candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
 def _is_empty(path: Path) -> bool:
