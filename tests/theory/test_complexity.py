@@ -9,16 +9,18 @@ from curvestep import steps
 from curvestep.theory.complexity import (
     FIRST_BLOCK,
     LARGEST_BLOCK,
+    complexity_limits,
     descend,
     first_hit,
     first_hits,
     hitting_time,
+    noisy_complexity,
     walk,
     worst_case_complexity,
 )
 from curvestep.theory.problems.base import BoundedNoise
 from curvestep.theory.problems.polynomials import Quadratic, Quartic
-from curvestep.theory.problems.walls import ExponentialWall
+from curvestep.theory.problems.walls import ExponentialWall, SlowValley
 from curvestep.theory.rules import ClippedStep, FixedStep, NormalizedStep
 from curvestep.theory.theorems.clipped_gd import theorem3
 from tests.theory.draws import rotated_walls
@@ -192,3 +194,84 @@ def test_complexity_of_clipping_is_below_that_of_fixed_steps():
     assert 5 * clipped < fixed < math.inf
     with pytest.raises(ValueError, match="above its minimum"):
         worst_case_complexity([FixedStep(lr=1.0)], family, gap=1.0, eps=0.01)
+
+
+# Row 32.
+def heavy_tailed(rng, shape, *, median, censored):
+    """Discrete times of a given lower median with heavy tails; ``inf`` beyond the censoring."""
+    times = np.maximum(1, np.ceil(median * np.exp(1.5 * rng.normal(size=shape))))
+    # As many above as below would leave the median between; a mass on it makes it the lower median.
+    times = np.where(rng.random(shape) < 0.02, median, times)
+    return np.where(times > censored, math.inf, times)
+
+
+def misses(num_rules, num_functions, *, num_runs=31, repetitions=300, seed=0):
+    """How often a limit is beyond the true value, 40, and what plug-in and uncorrected limits give."""
+    rng = np.random.default_rng(seed)
+    too_high = 0
+    too_low = 0
+    for _ in range(repetitions):
+        hits = heavy_tailed(rng, (num_rules, num_functions, num_runs), median=40, censored=400)
+        found = complexity_limits(hits, max_steps=400)
+        too_high += found.low > 40
+        too_low += found.high < 40
+    return too_high / repetitions, too_low / repetitions
+
+
+@pytest.mark.parametrize("shape", [(1, 40), (40, 1), (12, 8), (8, 6)])
+def test_limits_of_the_complexity_hold_as_often_as_they_say(shape):
+    too_high, too_low = misses(*shape)
+    assert too_high <= 0.05
+    assert too_low <= 0.05
+
+
+def test_limits_without_crossed_corrections_would_fail():
+    # The limits of each cell by itself, at one side's 2.5 %.
+    rng = np.random.default_rng(0)
+    too_high = 0
+    too_low = 0
+    for _ in range(200):
+        hits = heavy_tailed(rng, (40, 31), median=40, censored=400)
+        cells = [complexity_limits(row[None, None], max_steps=400) for row in hits]
+        too_high += max(cell.low for cell in cells) > 40
+        too_low += min(cell.high for cell in cells) < 40
+    assert too_high > 60
+    assert too_low > 40
+
+
+def test_limits_are_order_statistics_by_hand():
+    times = np.arange(1.0, 12.0)  # eleven runs: P(Bin(11, ½) < 2) = 0.006, < 3 = 0.033
+    found = complexity_limits(times[None, None], max_steps=100, confidence=0.95)
+    assert (found.low, found.estimate, found.high) == (2, 6, 10)
+    two = complexity_limits(np.stack([times, times + 5])[None], max_steps=100, confidence=0.95)
+    assert (two.low, two.estimate, two.high) == (7, 11, 15)
+    late = complexity_limits(np.where(times > 1, math.inf, times)[None, None], max_steps=100)
+    assert (late.low, late.estimate, late.high) == (101, math.inf, math.inf)
+    few = complexity_limits(np.ones((1, 1, 3)), max_steps=100)
+    assert (few.low, few.high) == (0, math.inf)
+
+
+def test_noisy_complexity_of_clipping_is_below_that_of_fixed_steps():
+    wall = ExponentialWall(L0=1.0, L1=1.0)
+    valley = SlowValley(0.1)
+    x0 = wall.start(M=20.0)
+    gap = float(wall.gap(np.array(x0)))
+    noise = BoundedNoise(0.05)
+    oracles = [(wall, x0, noise), (valley, valley.start(gap=gap), noise)]
+    options = dict(gap=gap * (1 + 1e-9), eps=0.1, max_steps=4000)
+    rules = [FixedStep(lr=share * wall.largest_step(M=20.0)) for share in (0.5, 0.9, 1.3)]
+    fixed = noisy_complexity(rules, oracles, **options)
+    clipped = noisy_complexity([ClippedStep(lr=lr, max_norm=1.0) for lr in (0.5, 0.9)], oracles, **options)
+    assert clipped.low <= clipped.estimate <= clipped.high
+    assert 2 * clipped.high < fixed.low
+    assert fixed.low <= fixed.estimate <= fixed.high < math.inf
+    # Steps beyond the limit of the wall never arrive.
+    assert noisy_complexity(rules[-1:], oracles, **options).low == 4001
+    with pytest.raises(ValueError, match="above its minimum"):
+        noisy_complexity(rules, oracles, gap=0.1, eps=0.1)
+
+
+@pytest.mark.parametrize("hits", [np.ones((3, 4)), np.ones((0, 1, 3)), np.full((1, 1, 3), math.nan)])
+def test_hits_of_another_shape_are_refused(hits):
+    with pytest.raises(ValueError, match="must have the shape"):
+        complexity_limits(hits, max_steps=10)

@@ -126,10 +126,19 @@ def descend(
         return Descent(points=points, grad_norms=problem.grad_norm(points))
 
 
-def first_hits(problem: Problem, step: Step, x0: ArrayLike, eps: float, num_steps: int) -> Array:
+def first_hits(
+    problem: Problem,
+    step: Step,
+    x0: ArrayLike,
+    eps: float,
+    num_steps: int,
+    *,
+    noise: Noise | None = None,
+    seed: int = 0,
+) -> Array:
     """The first hit of each run of at most so many steps; it ends soon after the last of them."""
     hits = np.array(math.inf)
-    for start, block in walk(problem, step, x0, num_steps):
+    for start, block in walk(problem, step, x0, num_steps, noise=noise, seed=seed):
         with np.errstate(over="ignore", invalid="ignore"):
             hits = np.minimum(hits, start + first_hit(problem.grad_norm(block), eps))
         if np.isfinite(hits).all():
@@ -223,13 +232,127 @@ def worst_case_complexity(
         >>> worst_case_complexity(rules, [(Quadratic([a]), [1.0]) for a in (1.0, 0.5)], gap=1.0, eps=0.01)
         6.0
     """
-    check_positive("gap", gap)
     family = list(starts)
     for problem, x0 in family:
-        if not problem.gap(problem.check_start(x0)) <= gap:
-            raise ValueError(f"{problem!r} starts more than `gap` = {gap:g} above its minimum.")
+        _check_gap(problem, x0, gap)
 
     def slowest(rule: StepRule) -> float:
         return max(float(first_hits(problem, rule, x0, eps, max_steps)) for problem, x0 in family)
 
     return min(slowest(rule) for rule in rules)
+
+
+@dataclass(frozen=True, kw_only=True)
+class NoisyComplexity:
+    """Complexity of a family of step rules on a family of functions with noise, from finitely many runs."""
+
+    estimate: float  # of the medians that were seen, the best rule's largest
+    low: float  # lower limit for the true value; more than `max_steps` where the runs were stopped too early
+    high: float  # upper limit for it; inf if too few runs hit to know one
+    confidence: float  # probability with which both limits hold
+    max_steps: int  # at which a run was stopped
+    num_runs: int  # of each rule on each function
+
+
+def noisy_complexity(
+    rules: Iterable[StepRule],
+    oracles: Iterable[tuple[Problem, ArrayLike, Noise]],
+    *,
+    gap: float,
+    eps: float,
+    num_runs: int = 41,
+    max_steps: int = 10_000,
+    confidence: float = 0.95,
+    seed: int = 0,
+) -> NoisyComplexity:
+    r"""Equation 9 with noise: the best rule's largest median of the hitting time (row 32).
+
+    .. math::
+        N' = \min_{\theta} \max_{(f, x_0, \mathcal O)}\
+        \inf\{t : P(\lVert\nabla f(x_k)\rVert > \varepsilon \ \ \forall k \le t) \le \tfrac12\}
+
+    over the rules and functions that are given, with limits that hold at once. A rule is chosen before the
+    function is. N' is about *these* rules and functions and bounds no class: more rules can lower it, more
+    functions raise it.
+
+    Args:
+        rules: The algorithm at each of its settings θ.
+        oracles: Functions, each with a start and the law of its noise.
+        gap: Largest :math:`f(x_0) - f^*` in the class.
+        eps: :math:`\varepsilon > 0`.
+        num_runs: Runs of each rule on each function.
+        max_steps: When to stop a run.
+        confidence: Probability with which both limits hold.
+        seed: Seed of the noise, which is the same for every rule and function.
+
+    Example:
+        >>> from curvestep.theory.problems.base import BoundedNoise
+        >>> from curvestep.theory.problems.polynomials import Quadratic
+        >>> from curvestep.theory.rules import ClippedStep
+        >>> rules = [ClippedStep(lr=lr, max_norm=1.0) for lr in (0.05, 0.5)]
+        >>> oracles = [(Quadratic([a]), [2.0], BoundedNoise(0.2)) for a in (1.0, 0.5)]
+        >>> found = noisy_complexity(rules, oracles, gap=2.0, eps=0.1)
+        >>> found.estimate, (found.low, found.high)
+        (9.0, (7.0, 10.0))
+    """
+    settings = list(rules)
+    family = list(oracles)
+    check_count("num_runs", num_runs)
+    for problem, x0, _ in family:
+        _check_gap(problem, x0, gap)
+    hits = np.empty((len(settings), len(family), num_runs))
+    for i, rule in enumerate(settings):
+        for j, (problem, x0, noise) in enumerate(family):
+            starts = np.broadcast_to(problem.check_start(x0), (num_runs, *problem.event_shape))
+            hits[i, j] = first_hits(problem, rule, starts, eps, max_steps, noise=noise, seed=seed)
+    return complexity_limits(hits, max_steps=max_steps, confidence=confidence)
+
+
+def complexity_limits(hits: ArrayLike, *, max_steps: int, confidence: float = 0.95) -> NoisyComplexity:
+    r"""Limits for the smallest over rules of the largest over functions of medians, from censored samples.
+
+    Each limit is of order statistics. The lower one is corrected for the number of functions, of which any
+    may look slower than it is; the upper one for the number of rules, of which any may look faster. Samples
+    of different rules and functions need not be independent (row 32).
+
+    Args:
+        hits: First hits, shape (rules, functions, runs); ``inf`` where a run had not hit when it was stopped.
+        max_steps: When runs were stopped.
+        confidence: Probability with which both limits hold.
+
+    Example:
+        >>> complexity_limits(np.full((2, 3, 30), 7.0), max_steps=100).low
+        7.0
+    """
+    times = np.sort(np.asarray(hits, dtype=np.float64), axis=-1)
+    if times.ndim != 3 or times.size == 0 or np.isnan(times).any():
+        raise ValueError(f"`hits` must have the shape (rules, functions, runs), none NaN, got {times.shape}.")
+    check_inside("confidence", confidence, 0, 1)
+    num_rules, num_functions, n = times.shape
+    times = np.where(times > max_steps, math.inf, times)
+    # The k-th smallest exceeds the median if fewer than k hit by then; the j-th is below it if j hit before.
+    side = (1 - confidence) / 2
+    ranks = np.arange(1, n + 1)
+    too_high = binom.cdf(ranks - 1, n, 0.5) <= side / num_functions
+    too_low = binom.sf(ranks - 1, n, 0.5) <= side / num_rules
+    low = 0.0
+    high = math.inf
+    if too_high.any():
+        lower = np.minimum(times[..., too_high.sum() - 1], max_steps + 1)
+        low = float(lower.max(axis=-1).min())
+    if too_low.any():
+        high = float(times[..., np.argmax(too_low)].max(axis=-1).min())
+    return NoisyComplexity(
+        estimate=float(times[..., math.ceil(n / 2) - 1].max(axis=-1).min()),
+        low=low,
+        high=high,
+        confidence=confidence,
+        max_steps=max_steps,
+        num_runs=n,
+    )
+
+
+def _check_gap(problem: Problem, x0: ArrayLike, gap: float) -> None:
+    check_positive("gap", gap)
+    if not problem.gap(problem.check_start(x0)) <= gap:
+        raise ValueError(f"{problem!r} starts more than `gap` = {gap:g} above its minimum.")
