@@ -2,7 +2,9 @@
 
 import collections
 import contextlib
+import copy
 import random
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from curvestep import calibrate
+from curvestep import Autopsy, calibrate
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import PassState, RandomState
+from tests.models import mlp
 
 
 def test_without_an_accelerator_nobody_asks_which_it_is(monkeypatch):
@@ -165,20 +168,107 @@ def test_large_tensors_and_what_is_in_long_lists_are_not_copied():
     assert [t[0].item() for t in (model.small, model.large, model.memory[0])] == [0.0, 1.0, 1.0]
 
 
-class Frozen(nn.Module):
-    """A layer of ours: of torch's own no private attribute is kept."""
+class Following(nn.Module):
+    """A frozen copy of an encoder follows it inside of the forward pass, as in MoCo or BYOL."""
 
-    def __init__(self):
+    def __init__(self, how, width=6):
         super().__init__()
-        self.weight = nn.Parameter(torch.zeros(2), requires_grad=False)
+        self.encoder = mlp(6, width, 3)
+        self.teacher = copy.deepcopy(self.encoder).requires_grad_(False)
+        self.how = how
+
+    def forward(self, x):
+        with torch.no_grad():
+            for slow, fast in zip(self.teacher.parameters(), self.encoder.parameters(), strict=True):
+                if self.how == "in place":
+                    slow.lerp_(fast, 0.1)
+                elif self.how == "data in place":  # which leaves the version as it was
+                    slow.data.mul_(0.9).add_(fast.data, alpha=0.1)
+                else:
+                    slow.data = 0.9 * slow.data + 0.1 * fast.data
+        return (self.encoder(x) - self.teacher(x + 1)).square().mean()
 
 
-def test_parameters_are_no_state_of_a_pass():
-    model = Frozen()
+WAYS = ["in place", "data in place", "other data"]
+
+
+def followed(how, kind, make_optimizer):
+    """Weights of the teacher's run after some steps, of which some are measured."""
+    torch.manual_seed(0)
+    model = Following(how)
+    optimizer = make_optimizer(model.encoder.parameters())
+    probe = SmoothnessProbe(model, every=2, layers=kind == "layers")
+    if kind in ("watch", "layers"):
+        probe.watch(optimizer)
+    for _ in range(8):
+        x = torch.randn(8, 6)
+
+        def loss_fn(x=x):
+            return model(x)
+
+        optimizer.zero_grad()
+        (loss_fn() if kind in ("none", "with") else probe.record(loss_fn)).backward()
+        with probe(loss_fn) if kind == "with" else contextlib.nullcontext():
+            optimizer.step()
+    assert kind == "none" or (len(probe.trace) == 4 and probe.trace.ok.all())
+    return model.state_dict().values()
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(
+    "make_optimizer", [partial(torch.optim.SGD, lr=0.5), partial(torch.optim.AdamW, lr=0.01)]
+)
+def test_a_teacher_that_the_forward_pass_moves_is_as_without_a_probe(how, make_optimizer):
+    plain = followed(how, "none", make_optimizer)
+    for kind in ("with", "watch", "layers"):
+        assert all(map(torch.equal, followed(how, kind, make_optimizer), plain))
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize("act", ["calibrate", "autopsy"])
+def test_a_teacher_is_put_back_after_a_calibration_and_an_autopsy(how, act):
+    torch.manual_seed(0)
+    model = Following(how)
+    optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1)
+    recorder = Autopsy(model, model).watch(optimizer)
+    for _ in range(8):
+        optimizer.zero_grad()
+        recorder.record(torch.randn(8, 6)).backward()
+        optimizer.step()
+    before = copy.deepcopy(model.state_dict())
+    if act == "autopsy":
+        recorder.explain()
+    else:
+        batches = [torch.randn(8, 6) for _ in range(24)]
+        calibrate(model, model, batches, optimizer=optimizer, schedule="warmup-decay", progress=False)
+    assert all(map(torch.equal, model.state_dict().values(), before.values()))
+
+
+def test_frozen_parameters_that_do_not_change_are_copied_once_and_a_large_backbone_never():
+    model = Following("in place")
+    model.backbone = nn.Linear(600, 600).requires_grad_(False)
+    before = [p.detach().clone() for p in model.parameters()]
+    states = [PassState(model) for _ in range(3)]
+    copied = {id(f): f.value.numel() for state in states for f in state.frozen}
+    assert sum(copied.values()) == sum(p.numel() for p in model.teacher.parameters()) + 600
+    with torch.no_grad():
+        for p in model.teacher.parameters():
+            p.add_(1.0)
+    states[0].restore()
+    assert all(map(torch.equal, model.parameters(), before))
+    model.backbone.weight.add_(1.0)
+    assert states[0].changed_for_good() is model.backbone.weight
+
+
+def test_a_parameter_that_is_trained_by_now_is_not_put_back():
+    model = mlp()
+    model[0].requires_grad_(False)
     state = PassState(model)
-    model.weight.add_(1.0)
+    with torch.no_grad():
+        model[0].weight.requires_grad_().add_(1.0)
+    moved = model[0].weight.detach().clone()
     state.restore()
-    assert model.weight.tolist() == [1.0, 1.0]
+    assert torch.equal(model[0].weight, moved)
 
 
 def test_what_ddp_keeps_about_its_ranks_is_no_state_of_a_pass():
@@ -192,22 +282,29 @@ def test_what_ddp_keeps_about_its_ranks_is_no_state_of_a_pass():
 
 
 class Averaging(nn.Linear):
-    """Keeps the mean of its inputs in a tensor that is no buffer, and hardly uses it."""
+    """Keeps the mean of its inputs in a large tensor, and hardly uses it."""
 
-    def __init__(self):
+    def __init__(self, kind):
         super().__init__(6, 3)
         self.table = torch.zeros(1 << 16, 6)
+        self.in_data = kind == "data"
+        if kind != "attribute":
+            self.table = nn.Parameter(self.table, requires_grad=False)
 
     def forward(self, x):
-        self.table.mul_(0.9).add_(0.1 * x.detach().mean(0))
-        return super().forward(x) * (1 + 1e-9 * self.table[0, 0])
+        table = self.table.data if self.in_data else self.table
+        with torch.no_grad():
+            table.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        return super().forward(x) * (1 + 1e-9 * self.table[0, 0].detach().clone())
 
 
 @pytest.mark.parametrize("act", ["probe", "calibrate"])
-def test_a_large_tensor_that_changes_in_place_is_refused_though_the_gradient_hardly_changes(act):
+@pytest.mark.parametrize("kind", ["attribute", "frozen", "data"])
+def test_a_large_tensor_that_changes_in_place_is_refused(act, kind):
     torch.manual_seed(0)
-    model, optimizer = Averaging(), torch.optim.SGD
+    model, optimizer = Averaging(kind), torch.optim.SGD
     batches = [(torch.randn(4, 6), torch.randint(3, (4,))) for _ in range(24)]
+    tables = []
 
     def loss_of_batch(batch):
         return F.cross_entropy(model(batch[0]), batch[1])
@@ -215,11 +312,14 @@ def test_a_large_tensor_that_changes_in_place_is_refused_though_the_gradient_har
     def measured():
         probe = SmoothnessProbe(model, every=1)
         loss_of_batch(batches[0]).backward()
+        tables.append(model.table.detach().clone())
         with probe(lambda: loss_of_batch(batches[0])):
-            optimizer(model.parameters(), lr=0.1).step()
+            optimizer([model.weight], lr=0.1).step()
 
     def calibrated():
         calibrate(model, loss_of_batch, batches, optimizer=optimizer)
 
     with pytest.raises((RuntimeError, ValueError), match=r"shape \(65536, 6\) in place.*register_buffer"):
         {"probe": measured, "calibrate": calibrated}[act]()
+    if act == "probe" and kind != "data":  # refused before a replay
+        assert torch.equal(model.table, tables[0])

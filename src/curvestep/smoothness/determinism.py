@@ -119,6 +119,8 @@ def check_determinism(
         first = replay.gradient().gradients
     eps = max(precision(replay.parameters), record.eps, *found)
     tolerance = eps**0.5
+    if record.state is not None:  # before a replay changes it again
+        check_nothing_large_changed(replay, record.state.changed_for_good())
     gap = 0.0
     if trained is not None:
         gap = _turned(first, trained) if clipped else _relative_gap(first, trained, of=first)
@@ -156,14 +158,13 @@ def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> f
 
     Beyond ``tolerance`` an error names the cause.
     """
-    large = replay.changed_for_good()
-    if any_rank(large is not None, replay.model):
-        where = "on another rank" if large is None else f"of shape {tuple(large.shape)}"
-        raise NonDeterministicError(
-            f"`{replay.function}` changes a tensor {where} in place, no buffer and too large to put back. "
-            "Make it one: `module.register_buffer(name, tensor)`."
-        )
-    apart = difference(replay.gradient().gradients, first, overwrite=True)
+    check_nothing_large_changed(replay, replay.changed_for_good())
+    before = replay.checksums()
+    again = replay.gradient().gradients
+    pairs = zip(before, replay.checksums(), strict=True)
+    changed = [tensor for (tensor, old), (_, new) in pairs if new != old]  # through ``.data``
+    check_nothing_large_changed(replay, next(iter(changed), None))
+    apart = difference(again, first, overwrite=True)
     error = global_norm(apart).item() / _size(first)
     if math.isnan(error):
         return math.nan
@@ -177,6 +178,16 @@ def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
     (calls, loss), (again, other) = _recorded(replay), _recorded(replay)
     pairs = zip(calls, again, strict=False)
     changed = [(one, two) for one, two in pairs if not alike(one.outputs, two.outputs, tolerance)]
+def check_nothing_large_changed(replay: Replay, changed: Tensor | None) -> None:
+    """Refuse a tensor that a pass changed, and that is too large to put back."""
+    if any_rank(changed is not None, replay.model):
+        where = "on another rank" if changed is None else f"of shape {tuple(changed.shape)}"
+        raise NonDeterministicError(
+            f"`{replay.function}` changes a tensor {where} in place, no buffer and too large to put back. "
+            "Make it one: `module.register_buffer(name, tensor)`."
+        )
+
+
     itself = [one for one, two in changed if alike(one.inputs, two.inputs, tolerance)]
     drawn = [one.module for one, _ in changed if one not in itself]
     if changed:

@@ -165,6 +165,10 @@ class Replay:
         self._drop_gradients()
         self._check_any([not is_empty(gradients)])
         return Replayed(loss, gradients)
+    def checksums(self) -> list[tuple[Tensor, int]]:
+        """Such tensors with the sum of their bits now; reads all of them."""
+        return self._end.checksums()
+
 
     def loss(self) -> Tensor:
         """The loss where the parameters are: one forward pass. A closure that runs ``backward()`` does."""

@@ -13,13 +13,16 @@ from dataclasses import dataclass
 from functools import partial
 from types import FrameType
 from typing import Any, ClassVar, TypeGuard
+from weakref import WeakValueDictionary
 
 import numpy as np
 import torch
 from numpy.random.mtrand import get_bit_generator
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.nn.parallel import DistributedDataParallel
 
+from curvestep.tensors.distributed import is_sharded, local
 from curvestep.tensors.vectors import PIECE
 
 Handler = Callable[[int, FrameType | None], object]
@@ -28,6 +31,7 @@ _CONTAINERS = (*_SEQUENCES, dict, set)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _PLAIN = (int, float, complex, str, bytes, type(None), tuple, Tensor, *_CONTAINERS, *_GENERATORS)
 _MANY = 1000  # entries of a list: a longer one holds data, such as a replay buffer's
+_WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their size in bytes
 _MERSENNE_BYTES = ctypes.sizeof(ctypes.c_uint32) * 624 + ctypes.sizeof(ctypes.c_int)  # words and place
 _TORCHS_OWN = vars(nn.Module()).keys()  # with ``training``, which is kept apart
 
@@ -81,13 +85,47 @@ class _NumpyState:
         return cls._state
 
 
+class FrozenParameter:
+    """The value of a parameter that needs no gradient; all states that hold the same value share one copy.
+
+    Compared by value, not by version: a pass that writes to ``.data`` leaves the version as it was.
+    """
+
+    _last: ClassVar[WeakValueDictionary[int, FrozenParameter]] = WeakValueDictionary()  # by identity
+
+    def __init__(self, parameter: Tensor) -> None:
+        self.parameter = parameter
+        self.value = local(parameter).clone()
+
+    @classmethod
+    def keep(cls, parameter: Tensor) -> FrozenParameter:
+        """The value now."""
+        last = cls._last.get(id(parameter))
+        if last is None or last.parameter is not parameter or last.is_changed():
+            last = cls._last[id(parameter)] = cls(parameter)
+        return last
+
+    def is_changed(self) -> bool:
+        """Whether the parameter has another value now."""
+        return not torch.equal(local(self.parameter), self.value)
+
+    def restore(self) -> None:
+        """Put the value back, unless it is trained by now."""
+        if not self.parameter.requires_grad and self.is_changed():
+            local(self.parameter).copy_(self.value)
+
+
 class PassState:
-    """The state of a forward pass besides parameters: random states, buffers, modes, attributes.
+    """The state of a forward pass besides trained parameters: random states, buffers, modes, attributes.
 
     A module's own attributes come back too: a counter, a recurrent state carried as ``self.hidden = new``, a
     random generator, a plain tensor that the pass changes in place, a list or dict that it adds to, and the
     same inside of these. What is inside other objects, in a list of more than a thousand entries, or in a
     plain tensor of more than a quarter of a million numbers is not copied.
+
+    So do parameters that need no gradient, such as those of a momentum encoder. Copied are those of a quarter
+    of a million numbers at most, and larger ones of the shape of a trained parameter. A frozen backbone costs
+    no memory.
 
     Args:
         model: The module that the pass calls.
@@ -99,12 +137,19 @@ class PassState:
         inside = _inside([own for _, own in owned])
         containers = [value for value in inside if type(value) in _CONTAINERS]
         tensors = list(filter(_may_change_in_place, inside))
+        frozen = _frozen_parameters(model)
+        followers = _followers(model, frozen)
+        copied = {id(p) for p in followers}
+        self._large = [t for t in tensors if t.numel() > PIECE]
+        self._large += [p for p in frozen if id(p) not in copied]
+        self.frozen = [FrozenParameter.keep(p) for p in followers]
+        self._marks = [_mark(t) for t in self._large]
         self._modes = [(module, module.training) for module in modules]
-        self._large = [(t, t._version) for t in tensors if t.numel() > PIECE]
         self._undo: list[Callable[[], object]] = [
             *(partial(setattr, module, "training", mode) for module, mode in self._modes),
             *(partial(_refill, module._buffers, dict(module._buffers)) for module in modules),
             *(partial(buffer.copy_, buffer.detach().clone()) for buffer in model.buffers()),
+            *(parameter.restore for parameter in self.frozen),
             *(partial(_set_attributes, owner, own) for owner, own in owned),
             # A copy of a larger tensor would cost memory that nobody expects.
             *(partial(_set_values, t, t._version, t.detach().clone()) for t in tensors if t.numel() <= PIECE),
@@ -118,14 +163,57 @@ class PassState:
         return any(module.training != training for module, training in self._modes)
 
     def changed_for_good(self) -> Tensor | None:
-        """A tensor too large to be copied that was changed in place since; None if there is none."""
-        return next((tensor for tensor, version in self._large if tensor._version != version), None)
+        """A tensor too large to be copied that was changed in place since; None if there is none.
+
+        A change through ``.data`` shows in :meth:`checksums` only.
+        """
+        pairs = zip(self._large, self._marks, strict=True)
+        return next((tensor for tensor, mark in pairs if _mark(tensor) != mark), None)
+
+    def checksums(self) -> list[tuple[Tensor, int]]:
+        """The tensors that are not copied, each with the sum of its bits; reads all of them."""
+        return [(tensor, _checksum(tensor)) for tensor in self._large]
 
     def restore(self) -> None:
         """Put everything back as it was when this was taken."""
         with torch.no_grad():
             for undo in self._undo:
                 undo()
+
+
+def _frozen_parameters(model: nn.Module) -> Sequence[Tensor]:
+    """Parameters that need no gradient; with FSDP2 those that are whole at the moment will not stay."""
+    frozen = [p for p in model.parameters() if not p.requires_grad]
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        return [p for p in frozen if is_sharded(p)]
+    return frozen
+
+
+def _followers(model: nn.Module, frozen: Sequence[Tensor]) -> list[Tensor]:
+    """Frozen parameters that a pass may well change: small ones, and those shaped like a trained one."""
+    trained_shapes = {p.shape for p in model.parameters() if p.requires_grad}
+    plain = [p for p in frozen if _is_plain(p) or is_sharded(p)]
+    return [p for p in plain if not p.is_meta and (p.numel() <= PIECE or p.shape in trained_shapes)]
+
+
+def _mark(tensor: Tensor) -> tuple[int, int]:
+    """Changes when a tensor is changed in place, or gets other memory by ``.data = …``."""
+    return tensor._version, tensor.data_ptr() if _is_plain(tensor) else 0
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Whether its numbers are in memory of its own, as they are."""
+    return type(tensor) in (Tensor, nn.Parameter)
+
+
+def _checksum(tensor: Tensor) -> int:
+    """The sum of a tensor's bits as whole numbers, piece by piece; zero of a kind that is not known."""
+    if not _is_plain(tensor) or tensor.is_meta:
+        return 0
+    total = torch.zeros((), dtype=torch.int64, device=tensor.device)
+    for piece in tensor.detach().reshape(-1).split(PIECE):
+        total += piece.view(_WHOLE_NUMBERS.get(piece.element_size(), torch.int64)).sum()
+    return int(total)
 
 
 class undone:
