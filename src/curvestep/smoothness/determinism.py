@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.distributed.tensor import DTensor
+from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.utils.hooks import RemovableHandle
 
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.observer import ForwardCalls, Mark, ObservedStep, alike, fingerprint
@@ -20,6 +23,8 @@ from curvestep.smoothness.replay import Gradients, Replay
 from curvestep.smoothness.snapshot import undone
 from curvestep.tensors.distributed import any_rank
 from curvestep.tensors.vectors import change, difference, dot, global_norm, precision
+
+_COMPILED = "_torchdynamo_orig_callable"  # an attribute of what torch.compile returns
 
 
 class NonDeterministicError(RuntimeError):
@@ -114,13 +119,13 @@ def check_determinism(
     parameter's part is compared, up to clipping by value. Without ``repeat`` it is replayed once, and the
     difference is zero.
     """
+    if record.state is not None:  # before a replay changes it again
+        check_nothing_large_changed(replay, record.state.changed_for_good())
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
-    with forbid_untracked_parameters(replay.parameters) as found:
+    with forbid_untracked_parameters(replay.model, replay.parameters) as found:
         first = replay.gradient().gradients
     eps = max(precision(replay.parameters), record.eps, *found)
     tolerance = eps**0.5
-    if record.state is not None:  # before a replay changes it again
-        check_nothing_large_changed(replay, record.state.changed_for_good())
     gap = 0.0
     if trained is not None:
         gap = _turned(first, trained) if clipped else _relative_gap(first, trained, of=first)
@@ -173,11 +178,6 @@ def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> f
     return error
 
 
-def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
-    what = f"`{replay.function}` gave two different gradients at one point (they differ by {error:.1%}): "
-    (calls, loss), (again, other) = _recorded(replay), _recorded(replay)
-    pairs = zip(calls, again, strict=False)
-    changed = [(one, two) for one, two in pairs if not alike(one.outputs, two.outputs, tolerance)]
 def check_nothing_large_changed(replay: Replay, changed: Tensor | None) -> None:
     """Refuse a tensor that a pass changed, and that is too large to put back."""
     if any_rank(changed is not None, replay.model):
@@ -188,6 +188,11 @@ def check_nothing_large_changed(replay: Replay, changed: Tensor | None) -> None:
         )
 
 
+def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
+    what = f"`{replay.function}` gave two different gradients at one point (they differ by {error:.1%}): "
+    (calls, loss), (again, other) = _recorded(replay), _recorded(replay)
+    pairs = zip(calls, again, strict=False)
+    changed = [(one, two) for one, two in pairs if not alike(one.outputs, two.outputs, tolerance)]
     itself = [one for one, two in changed if alike(one.inputs, two.inputs, tolerance)]
     drawn = [one.module for one, _ in changed if one not in itself]
     if changed:
@@ -306,34 +311,112 @@ def untracked_error(tensors: Sequence[Tensor]) -> UntrackedParametersError:
     )
 
 
+class BackwardWatch(TorchFunctionMode):
+    """Calls ``check(loss)`` before each ``loss.backward()`` of this thread, between ``start`` and ``stop``.
+
+    It is off while a module of ``model`` computes: there a compiled model would notice the mode, and compile
+    again. Other threads notice nothing of it.
+    """
+
+    def __init__(self, model: nn.Module, check: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._model = model
+        self._check = check
+        self._thread = threading.get_ident()
+        self._depth = 0  # of calls of modules and of torch's functions
+        self._hooks: list[RemovableHandle] = []
+        self._compiled: list[tuple[nn.Module, Callable[..., Any]]] = []  # by `module.compile()`
+
+    def start(self) -> None:
+        """Look at each ``backward()`` from now on."""
+        for module in _modules_called_by_python(self._model):
+            compiled = getattr(module, "_compiled_call_impl", None)
+            if compiled is None:
+                self._hooks.append(module.register_forward_pre_hook(self._pause))
+                self._hooks.append(module.register_forward_hook(self._resume, always_call=True))
+            else:  # its hooks are compiled too
+                self._compiled.append((module, compiled))
+                module._compiled_call_impl = self._paused_around(compiled)
+        self.__enter__()
+
+    def stop(self) -> None:
+        """Leave everything as it was; may be called several times."""
+        for hook in self._hooks:
+            hook.remove()
+        for module, compiled in self._compiled:
+            module._compiled_call_impl = compiled
+        self._take_off()
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Called by torch in place of each of its functions."""
+        if func is Tensor.backward:
+            self._check(args[0])
+        self._depth += 1  # torch takes the mode off meanwhile
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self._depth -= 1
+
+    def _pause(self, *_: object) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        if self._depth == 0:
+            self._take_off()
+        self._depth += 1
+
+    def _resume(self, *_: object) -> None:
+        if threading.get_ident() != self._thread:
+            return
+        self._depth -= 1
+        if self._depth == 0:
+            self.__enter__()
+
+    def _take_off(self) -> None:
+        if _get_current_function_mode() is self:
+            self.__exit__(None, None, None)
+
+    def _paused_around(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def paused(*args: Any, **kwargs: Any) -> Any:
+            self._pause()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self._resume()
+
+        return paused
+
+
+def _modules_called_by_python(module: nn.Module) -> Iterator[nn.Module]:
+    """The module and those inside of it, but not what is inside of a compiled one."""
+    if isinstance(module, torch.jit.ScriptModule):
+        return
+    yield module
+    if getattr(module, "_compiled_call_impl", None) is None and not hasattr(module.forward, _COMPILED):
+        for child in module.children():
+            yield from _modules_called_by_python(child)
+
+
 @contextmanager
-def forbid_untracked_parameters(parameters: Iterable[Tensor]) -> Iterator[list[float]]:
+def forbid_untracked_parameters(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[list[float]]:
     """Inside, ``loss.backward()`` raises before it changes the gradient of a tensor outside the model.
 
-    Yields a list that gets the relative precision of every loss that is run backward inside.
-
-    The closure may call ``backward()`` itself. By then their ``.grad`` has already changed, so
-    ``Tensor.backward`` is patched inside the block; a torch function mode would make compiled models compile
-    again. The patch is the process's: it is not thread-safe.
+    The closure may call ``backward()`` itself. Yields a list that gets the relative precision of every loss
+    that is run backward inside.
     """
     parameters = list(parameters)
     sharded = any(isinstance(p, DTensor) for p in parameters)  # FSDP2 computes with tensors of its own
     known = set(map(id, parameters))
-    backward = Tensor.backward
     precisions: list[float] = []
 
-    def checked(self: Tensor, *args: Any, **kwargs: Any) -> None:
-        precisions.append(computed_precision(self))
-        untracked = [leaf for leaf in leaves(self) if id(leaf) not in known and _is_trained(leaf)]
+    def check(loss: Tensor) -> None:
+        precisions.append(computed_precision(loss))
+        untracked = [leaf for leaf in leaves(loss) if id(leaf) not in known and _is_trained(leaf)]
         if untracked and not sharded:
             raise untracked_error(untracked)
-        backward(self, *args, **kwargs)
 
-    def put_back() -> None:
-        Tensor.backward = backward
-
-    with undone(put_back):
-        Tensor.backward = checked
+    watch = BackwardWatch(model, check)
+    with undone(watch.stop):
+        watch.start()
         yield precisions
 
 

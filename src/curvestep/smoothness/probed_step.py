@@ -110,7 +110,7 @@ class ProbedStep:
         with_inputs = not self.setup.test.confirmed
         if self._replays:
             self.record.replayed.record(args, kwargs, with_inputs=with_inputs)
-        elif not Replay.running:  # else somebody else's
+        elif not Replay.running.replays:  # else somebody else's
             self.record.state = self.record.state or PassState(self.setup.model)
             self.record.see(args, kwargs, self.setup.parameters[0])
             self.record.trained.record(args, kwargs, with_inputs=with_inputs)

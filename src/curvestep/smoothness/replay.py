@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -79,6 +80,13 @@ class _Norm:
         return math.hypot(*(norm.item() for norm in (*self._norms, global_norm(self._kept))))
 
 
+class _Running(threading.local):
+    """The replays of this thread."""
+
+    def __init__(self) -> None:
+        self.replays: set[Replay] = set()
+
+
 class Replay:
     r"""Gradients of one loss at several points, with the same batch and the same randomness.
 
@@ -103,7 +111,7 @@ class Replay:
         (18.0, 12.0, 14.0, 3.0)
     """
 
-    running: ClassVar[set[Replay]] = set()  # those of this process that are computing a loss right now
+    running: ClassVar[_Running] = _Running()  # those that are computing a loss right now
     function: ClassVar[str] = "closure"  # what the caller knows the closure as
 
     def __init__(self, model: nn.Module, closure: Closure, *, state: PassState | None = None) -> None:
@@ -142,7 +150,7 @@ class Replay:
 
     def _put_back(self) -> None:
         """Leave everything as the block found it."""
-        Replay.running.discard(self)
+        Replay.running.replays.discard(self)
         self._go_home()
         with torch.no_grad():
             for p, gradient in zip(self.parameters, self._saved, strict=True):
@@ -157,6 +165,10 @@ class Replay:
         """A tensor of the model that a pass changed in place and that is too large to be put back."""
         return self._end.changed_for_good()
 
+    def checksums(self) -> list[tuple[Tensor, int]]:
+        """Such tensors with the sum of their bits now; reads all of them."""
+        return self._end.checksums()
+
     def gradient(self) -> Replayed:
         """Loss and gradient where the parameters are."""
         loss = self._differentiate()
@@ -165,10 +177,6 @@ class Replay:
         self._drop_gradients()
         self._check_any([not is_empty(gradients)])
         return Replayed(loss, gradients)
-    def checksums(self) -> list[tuple[Tensor, int]]:
-        """Such tensors with the sum of their bits now; reads all of them."""
-        return self._end.checksums()
-
 
     def loss(self) -> Tensor:
         """The loss where the parameters are: one forward pass. A closure that runs ``backward()`` does."""
@@ -374,11 +382,11 @@ class Replay:
 
     def _run(self) -> Tensor:
         self.num_passes += 1
-        Replay.running.add(self)
+        Replay.running.replays.add(self)
         try:
             return checked_loss(self.closure(), self.function)
         finally:
-            Replay.running.discard(self)
+            Replay.running.replays.discard(self)
 
     def _drop_gradients(self) -> None:
         for p in self.parameters:
