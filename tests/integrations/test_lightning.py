@@ -501,7 +501,7 @@ def test_an_old_version_is_refused_in_one_line(monkeypatch):
     with pytest.raises(
         ImportError, match=r"needs lightning 2.5 or newer, found 2.4.1.*pip install -c constraints"
     ):
-        reporting.need("lightning", "2.5", "lightning")
+        reporting.require("lightning", "2.5", "lightning")
 
 
 DDP = """

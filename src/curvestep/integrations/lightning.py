@@ -27,11 +27,11 @@ from curvestep.integrations.reporting import (
     Options,
     State,
     StepMeasurement,
-    can_be_read_once,
-    first_then,
+    call_first_then,
     groups_of,
-    need,
-    recorded,
+    is_one_shot,
+    record_training_step,
+    require,
     schedule_kind,
     warn_if_clipped_twice,
 )
@@ -40,7 +40,7 @@ from curvestep.smoothness.observer import ClipsItself, batch_length
 from curvestep.smoothness.snapshot import undone
 from curvestep.tensors.distributed import spans_ranks
 
-need("lightning", "2.5", "lightning")
+require("lightning", "2.5", "lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
@@ -78,7 +78,8 @@ class SmoothnessCallback(StepMeasurement, Callback):
             setting = f"Trainer(gradient_clip_val={trainer.gradient_clip_val:g})"
             warn_if_clipped_twice(optimizer, setting, "Leave gradient_clip_val out.")
         scaler = getattr(strategy.precision_plugin, "scaler", None)
-        step, before = trainer.global_step, self.probe
+        step = trainer.global_step
+        before = self.probe
         # A scaler may skip the step after the gradients were shown: there the step itself must begin it.
         watches = not pl_module.automatic_optimization or scaler is not None
         write = partial(_to_loggers, trainer)
@@ -88,7 +89,7 @@ class SmoothnessCallback(StepMeasurement, Callback):
                 if row["step"] < step:
                     probe.trace.append(row)
         if pl_module.automatic_optimization:
-            strategy.training_step = self._recorded(strategy.training_step, trainer, pl_module)
+            strategy.training_step = self._with_recording(strategy.training_step, trainer, pl_module)
             self._undo.append(lambda: vars(strategy).pop("training_step", None))
 
     def on_before_optimizer_step(
@@ -122,7 +123,7 @@ class SmoothnessCallback(StepMeasurement, Callback):
         """Kept until the probe is made."""
         self._saved = state_dict
 
-    def _recorded(self, training_step: Step, trainer: Trainer, pl_module: LightningModule) -> Step:
+    def _with_recording(self, training_step: Step, trainer: Trainer, pl_module: LightningModule) -> Step:
         """The strategy's ``training_step``, its loss recorded."""
         probe = self.probe
         assert probe is not None
@@ -133,16 +134,18 @@ class SmoothnessCallback(StepMeasurement, Callback):
             self._num_parts += 1
             kept = args
             if probe.due:  # a training step may pop from its batch
-                kept = tuple(map(copy.copy, args))
+                kept = tuple(copy.copy(arg) for arg in args)
 
             def replayed() -> Tensor:
                 with _without_logging(pl_module):
-                    loss = _loss_of(training_step(*map(copy.copy, kept), **kwargs))
+                    loss = _loss_of(training_step(*(copy.copy(arg) for arg in kept), **kwargs))
                 # Lightning divides by the number it was given, also where an epoch ends with fewer batches.
                 share = self._num_parts / trainer.accumulate_grad_batches
                 return loss * share
 
-            return recorded(probe, partial(training_step, *args, **kwargs), _loss_of, replayed, args)
+            return record_training_step(
+                probe, partial(training_step, *args, **kwargs), _loss_of, replayed, args
+            )
 
         return step
 
@@ -165,16 +168,18 @@ def record(pl_module: LightningModule, loss_fn: Callable[[], Tensor], weight: fl
     """
     if not isinstance(pl_module, LightningModule):
         raise TypeError(f"`pl_module` must be a LightningModule, got a {type(pl_module).__name__}.")
-    callbacks = [c for c in pl_module.trainer.callbacks if isinstance(c, SmoothnessCallback)]  # pyright: ignore[reportAttributeAccessIssue]
-    if not callbacks or callbacks[0].probe is None:
+    callbacks: list[Callback] = pl_module.trainer.callbacks  # pyright: ignore[reportAttributeAccessIssue]
+    callback = next((one for one in callbacks if isinstance(one, SmoothnessCallback)), None)
+    if callback is None or callback.probe is None:
         return loss_fn()
 
     def replayed() -> Tensor:
         with _without_logging(pl_module):
             return loss_fn()
 
-    size, callbacks[0]._batch_size = callbacks[0]._batch_size, None  # a batch counts once
-    return callbacks[0].probe.record(first_then(loss_fn, replayed), weight, batch_size=size)
+    size = callback._batch_size
+    callback._batch_size = None  # a batch counts once
+    return callback.probe.record(call_first_then(loss_fn, replayed), weight, batch_size=size)
 
 
 class Calibrate(Callback):
@@ -196,7 +201,8 @@ class Calibrate(Callback):
 
     def __init__(self, schedule: str | None = None, budget: float | None = None) -> None:
         super().__init__()
-        self.schedule, self.budget = schedule, budget
+        self.schedule = schedule
+        self.budget = budget
         self.calibration: Calibration | None = None
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -208,7 +214,8 @@ class Calibrate(Callback):
         schedule = self.schedule or schedule_kind(bool(schedulers))
         options: Options = {"schedule": schedule, "budget": self.budget, "max_norm": _clip_norm(trainer)}
         _check_batches_can_be_replayed(trainer, pl_module)
-        self.calibration = calibration = _calibration(trainer, pl_module, optimizer, options)
+        calibration = _calibration(trainer, pl_module, optimizer, options)
+        self.calibration = calibration
         with warnings.catch_warnings():  # of a threshold that is left to the Trainer, said below
             warnings.simplefilter("ignore")
             calibration.apply(optimizer, *schedulers)
@@ -219,8 +226,8 @@ class Calibrate(Callback):
 
 def _summary(calibration: Calibration, optimizer: Optimizer, clip_norm: float | None) -> str:
     """The numbers that were set, in one line."""
-    name, trials = type(optimizer).__name__, f"after {calibration.num_gradients} gradients of trials"
-    line = f"Calibrate set lr {calibration.lr:.4g} of {name} {trials}"
+    trials = f"{calibration.num_gradients} gradients of trials"
+    line = f"Calibrate set lr {calibration.lr:.4g} of {type(optimizer).__name__} after {trials}"
     if isinstance(optimizer, ClipsItself):
         return f"{line}; it clips at {optimizer.param_groups[0].get('max_norm', math.inf):.4g}."
     if clip_norm is None and math.isfinite(calibration.max_norm):
@@ -245,7 +252,7 @@ def _loaders(trainer: Trainer) -> list[object]:
 def _check_batches_can_be_replayed(trainer: Trainer, pl_module: LightningModule) -> None:
     """Refuse data that measuring would use up, and training steps that give no loss of a batch."""
     for loader in _loaders(trainer):
-        if can_be_read_once(loader) or can_be_read_once(getattr(loader, "dataset", None)):
+        if is_one_shot(loader) or is_one_shot(getattr(loader, "dataset", None)):
             raise ValueError(
                 "Calibrate would use up batches of the training data, which is an iterator. Give the Trainer "
                 "a DataLoader over a data set that can be read again."
@@ -329,6 +336,10 @@ def _to_loggers(trainer: Trainer, numbers: dict[str, float]) -> None:
         logger.log_metrics(numbers, step=trainer.global_step)
 
 
+def _log_nothing(*_: object, **__: object) -> None:
+    pass
+
+
 @contextmanager
 def _without_logging(pl_module: LightningModule) -> Iterator[None]:
     """A replay logs nothing: ``self.log`` would add to the means of the epoch."""
@@ -341,5 +352,5 @@ def _without_logging(pl_module: LightningModule) -> Iterator[None]:
         own.update(before)
 
     with undone(put_back):
-        own["log"] = own["log_dict"] = lambda *_, **__: None
+        own["log"] = own["log_dict"] = _log_nothing
         yield

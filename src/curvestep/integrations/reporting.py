@@ -26,7 +26,7 @@ Options = dict[str, Any]  # of a probe or a calibration
 Item = TypeVar("Item")
 
 
-def need(package: str, least: str, extra: str) -> None:
+def require(package: str, least: str, extra: str) -> None:
     """Raise an ImportError with a way out unless ``package`` is installed and new enough."""
     way_out = f"In the folder of curvestep: pip install -c constraints.txt '.[{extra}]'"
     try:
@@ -40,7 +40,7 @@ def need(package: str, least: str, extra: str) -> None:
 
 
 def _numbers(text: str) -> tuple[int, ...]:
-    return tuple(map(int, re.findall(r"\d+", text)[:2]))
+    return tuple(int(number) for number in re.findall(r"\d+", text)[:2])
 
 
 class StepMeasurement:
@@ -82,7 +82,8 @@ class StepMeasurement:
         self.log = log
         self.probe: SmoothnessProbe | None = None
         self._saved: State = {}  # of the probe, in a checkpoint
-        self._begins = self._begun = False
+        self._begins = False  # this callback begins each measured step, not the optimizer
+        self._begun = False  # a measured step has begun and not ended
         self._undo: list[Callable[[], object]] = []
 
     def _start(
@@ -104,8 +105,10 @@ class StepMeasurement:
             options["backward"] = lambda loss: scaler.scale(loss).backward()
         if step == 0 and options["if_exists"] == "resume":
             options["if_exists"] = "new"
-        self.probe = probe = SmoothnessProbe(model, **options)
-        wanted, found = options["trace"], probe.trace.path
+        probe = SmoothnessProbe(model, **options)
+        self.probe = probe
+        wanted = options["trace"]
+        found = probe.trace.path
         if found is not None and found != Path(wanted):
             warnings.warn(f"{wanted} holds a run already. The rows of this one go to {found}.", stacklevel=4)
         if step > 0:
@@ -143,13 +146,13 @@ def _state_after(step: int, schedule: Schedule) -> State:
     return {"step": step, "measurements": done, "schedule": at}
 
 
-def first_then(first: Callable[[], Item], again: Callable[[], Item]) -> Callable[[], Item]:
+def call_first_then(first: Callable[[], Item], again: Callable[[], Item]) -> Callable[[], Item]:
     """A function that calls ``first`` once, and ``again`` from then on."""
     calls = itertools.chain([first], itertools.repeat(again))
     return lambda: next(calls)()
 
 
-def recorded(
+def record_training_step(
     probe: SmoothnessProbe,
     train: Callable[[], Item],
     loss_of: Callable[[Item], object],
@@ -163,11 +166,11 @@ def recorded(
         outputs.append(train())
         return loss_of(outputs[0])
 
-    probe.record(first_then(trained, again), batch_size=round(batch_length(batch)))
+    probe.record(call_first_then(trained, again), batch_size=round(batch_length(batch)))
     return outputs[0]
 
 
-def can_be_read_once(data: object) -> bool:
+def is_one_shot(data: object) -> bool:
     """Whether reading a data set uses it up: an iterator, or what hands out the same one every time."""
     if isinstance(data, Iterator):
         return True

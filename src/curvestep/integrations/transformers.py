@@ -31,9 +31,9 @@ from curvestep.calibration.result import Calibration, read_calibration, write_ca
 from curvestep.files import write_atomically
 from curvestep.integrations.reporting import (
     StepMeasurement,
-    can_be_read_once,
-    need,
-    recorded,
+    is_one_shot,
+    record_training_step,
+    require,
     schedule_kind,
     warn_if_clipped_twice,
 )
@@ -43,8 +43,8 @@ from curvestep.smoothness.observer import ClipsItself
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import undone
 
-need("transformers", "4.57", "transformers")
-need("accelerate", "1.1", "transformers")
+require("transformers", "4.57", "transformers")
+require("accelerate", "1.1", "transformers")
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments  # noqa: E402
 from transformers.trainer_callback import PrinterCallback, ProgressCallback  # noqa: E402
@@ -78,7 +78,8 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
         if recorder is not self:  # a callback alone sees neither batch nor loss
             if isinstance(recorder, SmoothnessCallback):
                 raise ValueError("This trainer has two `SmoothnessCallback`s: one is enough.")
-            self._trainer, self._training_step = trainer, trainer.training_step
+            self._trainer = trainer
+            self._training_step = trainer.training_step
             trainer.training_step = self._recorded_step
         self._close()
         self.probe = None
@@ -103,11 +104,13 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
         """Take the hooks away and close the trace."""
         self._close()
 
-    def _started(self, model: nn.Module) -> SmoothnessProbe:
+    def _start_probe(self, model: nn.Module) -> SmoothnessProbe:
         """The probe, made where only now model and optimizer are prepared and wrapped."""
         trainer = self._trainer
-        optimizer, scaler = check_optimizer(trainer.optimizer), trainer.accelerator.scaler
-        step, kept = trainer.state.global_step, _checkpoint_of(trainer.args, trainer.state) / STATE
+        optimizer = check_optimizer(trainer.optimizer)
+        scaler = trainer.accelerator.scaler
+        step = trainer.state.global_step
+        kept = _checkpoint_of(trainer.args, trainer.state) / STATE
         if step > 0 and kept.exists():
             self._saved = json.loads(kept.read_text(encoding="utf-8"))
         self.options["num_steps"] = trainer.state.max_steps
@@ -116,20 +119,21 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
 
     def _recorded_step(self, model: nn.Module, inputs: object, num_items_in_batch: object = None) -> Tensor:
         """The Trainer's ``training_step``, its loss recorded."""
-        trainer, kept = self._trainer, inputs
-        probe = self.probe or self._started(model)
+        trainer = self._trainer
+        probe = self.probe or self._start_probe(model)
         num_parts = trainer.current_gradient_accumulation_steps
+        kept = inputs
         if probe.due:  # a training step may pop from its inputs
             kept = copy.copy(inputs)
 
         def replayed() -> Tensor:
-            with _untouched(trainer), _caught_loss(trainer) as caught:
+            with _metrics_restored(trainer), _losses_caught(trainer) as caught:
                 self._training_step(model, copy.copy(kept), num_items_in_batch)
             return caught[0] * num_parts
 
         train = partial(self._training_step, model, inputs, num_items_in_batch)
         # Each loss is this batch's share of a sum, and the probe takes means.
-        loss = recorded(probe, train, lambda loss: loss * num_parts, replayed, inputs)
+        loss = record_training_step(probe, train, lambda loss: loss * num_parts, replayed, inputs)
         if trainer.accelerator.sync_gradients and self._begins:
             probe._begin(check_optimizer(trainer.optimizer))  # clipping by max_grad_norm comes next
             self._begun = True
@@ -137,7 +141,8 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
 
     def _report(self, numbers: dict[str, float]) -> None:
         """To the callbacks that do not print: one more call of ``trainer.log`` would empty TRL's metrics."""
-        trainer, handler = self._trainer, self._trainer.callback_handler
+        trainer = self._trainer
+        handler = trainer.callback_handler
         callbacks = handler.callbacks
         handler.callbacks = [c for c in callbacks if not isinstance(c, PRINTERS)]
         try:
@@ -173,7 +178,7 @@ def calibrate(
     if resume_from_checkpoint:
         calibration = _kept_calibration(trainer, resume_from_checkpoint)
     else:
-        calibration = _measured(trainer, schedule, budget)
+        calibration = _calibrate(trainer, schedule, budget)
     trainer.remove_callback(_KeepCalibration)  # of a call before
     trainer.add_callback(_KeepCalibration(calibration))
     trainer.args.learning_rate = calibration.lr
@@ -186,7 +191,7 @@ def _set_in_optimizer(trainer: Trainer, calibration: Calibration) -> None:
     own = trainer.optimizer_cls_and_kwargs
     if trainer.optimizer is not None:
         optimizer = check_optimizer(trainer.optimizer)
-        schedulers = filter(None, [trainer.lr_scheduler])
+        schedulers = [] if trainer.lr_scheduler is None else [trainer.lr_scheduler]
         with warnings.catch_warnings():  # of a threshold that is not set: the Trainer clips
             warnings.simplefilter("ignore")
             calibration.apply(optimizer, *schedulers)
@@ -227,13 +232,14 @@ def _kept_calibration(trainer: Trainer, checkpoint: str | Path | bool) -> Calibr
     return calibration
 
 
-def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> Calibration:
+def _calibrate(trainer: Trainer, schedule: str | None, budget: float | None) -> Calibration:
     """Calibrate on the batches that training will see, micro-batches and all."""
-    args, model = trainer.args, trainer.model
+    args = trainer.args
+    model = trainer.model
     assert model is not None
     if trainer.state.global_step > 0:
         raise ValueError("calibrate(trainer) needs a Trainer that has not trained yet. Make a new one.")
-    if can_be_read_once(trainer.train_dataset):
+    if is_one_shot(trainer.train_dataset):
         raise ValueError(
             "calibrate would use up samples of `train_dataset`, which is an iterator. Give the Trainer a "
             "data set that can be read again."
@@ -245,12 +251,15 @@ def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> C
         schedule = schedule_kind(not kind.startswith("constant"))
     optimizer = _optimizer_of(trainer, model)
     max_norm = None if isinstance(optimizer, ClipsItself) else args.max_grad_norm or None
-    loader, steps = trainer.get_train_dataloader(), args.gradient_accumulation_steps
-    spread = _over_processes(trainer, model)
+    loader = trainer.get_train_dataloader()
+    parallel = _over_processes(trainer, model)
 
     def batches() -> Iterator[object]:
         source = iter(loader)
-        while (batch := trainer.get_batch_samples(source, steps, args.device))[0]:
+        while True:
+            batch = trainer.get_batch_samples(source, args.gradient_accumulation_steps, args.device)
+            if not batch[0]:
+                return
             yield batch
 
     def loss_of_batch(batch: Any) -> float:
@@ -258,9 +267,9 @@ def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> C
         trainer.current_gradient_accumulation_steps = len(samples)
         total = 0.0
         for inputs in samples:
-            with _untouched(trainer), trainer.accelerator.autocast():
+            with _metrics_restored(trainer), trainer.accelerator.autocast():
                 # Of the class: the trainer's own may be the one that a SmoothnessCallback records.
-                loss = type(trainer).training_step(trainer, spread, copy.copy(inputs), count)
+                loss = type(trainer).training_step(trainer, parallel, copy.copy(inputs), count)
             total += loss.item()
         return total
 
@@ -268,7 +277,7 @@ def _measured(trainer: Trainer, schedule: str | None, budget: float | None) -> C
     try:
         with unmoved(loader):
             return trials.calibrate(
-                spread.train(),
+                parallel.train(),
                 loss_of_batch,
                 Readable(batches),
                 optimizer=optimizer,
@@ -328,16 +337,17 @@ def _calling_trainer() -> Trainer:
 
 
 @contextmanager
-def _caught_loss(trainer: Trainer) -> Iterator[list[Tensor]]:
+def _losses_caught(trainer: Trainer) -> Iterator[list[Tensor]]:
     """The losses that ``accelerator.backward`` is given, which does not run."""
-    own, caught = vars(trainer.accelerator), []
+    own = vars(trainer.accelerator)
+    caught: list[Tensor] = []
     with undone(lambda: own.pop("backward", None)):
         own["backward"] = lambda loss, **_: caught.append(loss)
         yield caught
 
 
 @contextmanager
-def _untouched(trainer: Trainer) -> Iterator[None]:
+def _metrics_restored(trainer: Trainer) -> Iterator[None]:
     """TRL's trainers count tokens and keep metrics in attributes, which a replay must not add to."""
     kept = {
         name: copy.deepcopy(value)
@@ -351,7 +361,7 @@ def _untouched(trainer: Trainer) -> Iterator[None]:
 def _is_plain(value: object) -> bool:
     """Whether a value is a number, or nested lists and dicts of numbers."""
     if isinstance(value, dict):
-        return all(map(_is_plain, value.values()))
+        return all(_is_plain(one) for one in value.values())
     if isinstance(value, list):
-        return all(map(_is_plain, value))
+        return all(_is_plain(one) for one in value)
     return isinstance(value, (Number, str)) and not isinstance(value, bool)
