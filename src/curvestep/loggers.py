@@ -15,19 +15,10 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
-# Of a row, as they are; spikes are counted and clipped rows averaged.
-COLUMNS = (
-    "loss",
-    "grad_norm",
-    "step_norm",
-    "smoothness",
-    "kappa",
-    "edge",
-    "coefficient",
-    "lr",
-    "spectral_smoothness",
-    "optimizer_smoothness",
-)
+from curvestep.trace.schema import FIELDS
+
+# Numbers of a row that are shown as they are; spikes are counted and clipped rows averaged.
+COLUMNS = tuple(name for name, field in FIELDS.items() if field.logged)
 WINDOW = 100  # rows that the share of clipped steps is taken over
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curvestep.display.chart import GRADIENT, SHARPNESS, THIN, Axis, Chart, Series
+from curvestep.trace.schema import FIELDS
 
 if TYPE_CHECKING:
     from curvestep.calibration.result import Calibration
@@ -28,8 +29,7 @@ def columns_of(trace: Trace) -> dict[str, np.ndarray]:
     Layers are columns as in the trace: ``layers/encoder/smoothness``.
     """
     keep = thinned(np.flatnonzero(trace.ok & np.isfinite(trace.column("grad_norm"))))
-    names = ["step", "loss", "grad_norm", "step_norm", "smoothness", "lr"]
-    names += ["optimizer_smoothness", "optimizer_limit"]
+    names = [name for name, field in FIELDS.items() if field.kind in ("count", "number")]
     names += [name for name in trace.names if name.startswith("layers/") and name.endswith("/smoothness")]
     rows = {name: trace.column(name)[keep] for name in names}
     rows["clip_norm"] = trace.clip_norm[keep]
