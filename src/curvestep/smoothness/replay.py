@@ -423,6 +423,11 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     """The parameters that training moves, tied ones once."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"`model` must be a torch module, got a {type(model).__name__}.")
+    if any(isinstance(module, torch.jit.ScriptModule) for module in model.modules()):
+        raise TypeError(
+            "`model` has a TorchScript module, whose buffers cannot be put back and which takes no hooks. "
+            "Give the module of Python that it was made from."
+        )
     if any(map(is_lazy, model.parameters())):
         raise ValueError("`model` has a lazy layer, not initialised yet. Run one forward pass first.")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
