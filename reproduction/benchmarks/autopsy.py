@@ -12,7 +12,7 @@ A seed draws a small network, a task, an optimizer and the step at which one thi
 - momentum: the momentum buffer is 50 times what it was;
 - precision: under bfloat16 autocast one logit overflows the exponential, in float32 it does not;
 - block: the gradient of one layer (SGD) or its lr (AdamW) is 1,000 times too large;
-- cannot tell: nothing. Asked is the step that raised the loss most.
+- cannot tell: nothing. The step that `explain()` takes by itself is asked for.
 
 Seeds from 1,000 on judge; those below are for development. The rule was committed before these were run.
 """

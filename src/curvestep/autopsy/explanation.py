@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from curvestep.autopsy.cause import BLOCK, CANNOT_TELL, SPIKE
+from curvestep.autopsy.cause import BLOCK, CANNOT_TELL, is_spike
 
-# By cause: what is found, and what to do.
+# By cause: the answer, and what to do.
 ANSWERS = {
     "batch": (
         "the batch. With another batch this step is no spike.",
@@ -56,7 +56,8 @@ class Explanation:
         rise: Of the loss, over the step: median over kept batches.
         usual: The largest change of the steps before it, up or down.
         shares: For each change, the share of the rise that it takes away: from 0 to 1.
-        largest: The number of the kept step that raised the loss most.
+        largest: The number of the kept step that raised the loss by the largest multiple of what was usual
+            before it: the one that is explained by default.
     """
 
     step: int
@@ -69,31 +70,31 @@ class Explanation:
     @property
     def is_spike(self) -> bool:
         """Whether the step raised the loss by far more than usual."""
-        return self.rise > SPIKE * self.usual
+        return is_spike(self.rise, self.usual)
 
     def __str__(self) -> str:
         return "\n".join(sentences(self))
 
 
-def sentences(found: Explanation) -> list[str]:
+def sentences(explanation: Explanation) -> list[str]:
     """At most eight lines."""
-    kind = "block" if found.cause.startswith(BLOCK) else found.cause
+    kind = BLOCK.strip() if explanation.cause.startswith(BLOCK) else explanation.cause
     answer, advice = ANSWERS[kind]
     lines = [
-        f"Step {found.step}: {answer.format(block=found.cause.removeprefix(BLOCK))}",
-        f"It changed the loss of kept batches by {found.rise:+.3g} in the median.",
-        f"Before it, steps changed it by {found.usual:.3g} at most.",
+        f"Step {explanation.step}: {answer.format(block=explanation.cause.removeprefix(BLOCK))}",
+        f"It changed the loss of kept batches by {explanation.rise:+.3g} in the median.",
+        f"Before it, steps changed it by {explanation.usual:.3g} at most.",
     ]
-    if found.is_spike:
-        lines += ["One change takes away this share of the rise:", *_shares(found)]
-    elif found.largest != found.step:
-        advice = f"Step {found.largest} raised the loss most: ask for that one."
+    if explanation.is_spike:
+        lines += ["One change takes away this share of the rise:", *_share_lines(explanation)]
+    elif explanation.largest != explanation.step:
+        advice = f"Step {explanation.largest} stands out most: ask for that one."
     return [*lines, advice]
 
 
-def _shares(found: Explanation) -> list[str]:
+def _share_lines(explanation: Explanation) -> list[str]:
     """One line for changes of the whole step, one for the block that matters most."""
-    ordered = sorted(found.shares.items(), key=lambda entry: -entry[1])
+    ordered = sorted(explanation.shares.items(), key=lambda entry: -entry[1])
     whole = [f"{CHANGES[name]} {value:.0%}" for name, value in ordered if name in CHANGES]
     block, value = next(entry for entry in ordered if entry[0] not in CHANGES)
     return ["  " + ", ".join(whole), f"  {block} left out {value:.0%}; no other block takes away more"]

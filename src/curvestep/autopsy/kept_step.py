@@ -7,7 +7,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import torch
 from torch import Tensor
@@ -25,30 +24,30 @@ class KeptBatch:
     """A copy in host memory of tensors, numbers and strings, in tuples, lists and dicts however deep."""
 
     def __init__(self, batch: object) -> None:
-        parts = _parts(batch)
-        for part in parts:
-            if not isinstance(part, (Tensor, *_NUMBERS)):
+        leaves = _leaves(batch)
+        for leaf in leaves:
+            if not isinstance(leaf, (Tensor, *_NUMBERS)):
                 raise TypeError(
-                    f"`batch` holds a {type(part).__name__}, which cannot be kept: give tensors, numbers and "
+                    f"`batch` holds a {type(leaf).__name__}, which cannot be kept: give tensors, numbers and "
                     "strings in tuples, lists and dicts."
                 )
-        tensors = [part for part in parts if isinstance(part, Tensor)]
+        tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
         self._devices = [tensor.device for tensor in tensors]
-        self._held: object = map_tensors(on_host, batch)
-        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._on_host: object = map_tensors(on_host, batch)
+        self.nbytes = num_bytes(tensors)
 
     def batch(self) -> object:
         """The batch again, in memory of its own: the loss may write to it."""
         devices = iter(self._devices)
-        return map_tensors(lambda tensor: tensor.to(next(devices), copy=True), self._held)
+        return map_tensors(lambda tensor: tensor.to(next(devices), copy=True), self._on_host)
 
 
-def _parts(value: object) -> list[object]:
+def _leaves(value: object) -> list[object]:
     """Leaves of nested tuples, lists and dicts."""
     inside = list(value.values()) if isinstance(value, dict) else value
     if not isinstance(inside, (tuple, list)):
         return [inside]
-    return [part for item in inside for part in _parts(item)]
+    return [leaf for item in inside for leaf in _leaves(item)]
 
 
 class KeptLoss:
@@ -87,10 +86,10 @@ class StepStart:
     ) -> None:
         self.number = number
         self.is_break = is_break
-        self.point = list(map(on_host, parameters))
+        self.point = [on_host(p) for p in parameters]
         self._devices = [tensor.device for tensor in _state_tensors(optimizer)]
         self._optimizer = _copy_of(optimizer, on_host)
-        self.nbytes = sum(tensor.nbytes for tensor in (*self.point, *_state_tensors(self._optimizer)))
+        self.nbytes = num_bytes([*self.point, *_state_tensors(self._optimizer)])
 
     def optimizer(self) -> Optimizer:
         """The optimizer again: it steps the same parameters, with a state of its own."""
@@ -108,28 +107,44 @@ def on_host(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", copy=True)
 
 
+def num_bytes(tensors: Sequence[Tensor]) -> int:
+    """Memory of the tensors, of sparse ones too."""
+    return sum(part.nbytes for tensor in tensors for part in _dense_parts(tensor))
+
+
+def _dense_parts(tensor: Tensor) -> Sequence[Tensor]:
+    return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
+
+
 def settings_of(optimizer: Optimizer) -> list[Settings]:
     """The numbers of each parameter group, which a scheduler may change between steps."""
-    return [_numbers_of(group) for group in optimizer.param_groups]
+    return [_settings_of_group(group) for group in optimizer.param_groups]
 
 
-def _numbers_of(group: Settings) -> Settings:
-    numbers: Settings = {name: value for name, value in group.items() if isinstance(value, _NUMBERS)}
-    tensors: Settings = {name: value.clone() for name, value in group.items() if isinstance(value, Tensor)}
-    return numbers | tensors
+def _settings_of_group(group: Settings) -> Settings:
+    settings: Settings = {}
+    for name, value in group.items():
+        if isinstance(value, Tensor):
+            settings[name] = value.clone()
+        elif isinstance(value, _NUMBERS):
+            settings[name] = value
+    return settings
 
 
 def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     """The norm of each gradient, left where the gradient is."""
     with torch.no_grad():
-        there = [g.to_dense() for g in gradients if g is not None]
-        norms = iter(torch._foreach_norm(there) if there else ())
+        dense = [g.to_dense() for g in gradients if g is not None]
+        norms = iter(torch._foreach_norm(dense) if dense else ())
     return [None if g is None else next(norms) for g in gradients]
 
 
 def _state_tensors(optimizer: Optimizer) -> list[Tensor]:
-    entries = chain.from_iterable(map(dict.values, optimizer.state.values()))  # walked twice in each step
-    return list(chain.from_iterable(map(tensors_in, entries)))
+    tensors: list[Tensor] = []  # asked for twice in each step
+    for state in optimizer.state.values():
+        for value in state.values():
+            tensors.extend(tensors_in(value))
+    return tensors
 
 
 def _copy_of(optimizer: Optimizer, move: Callable[[Tensor], Tensor]) -> Optimizer:

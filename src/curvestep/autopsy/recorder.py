@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvestep.autopsy.cause import FEWEST_STEPS
+from curvestep.autopsy.explain import explain
 from curvestep.autopsy.explanation import Explanation
 from curvestep.autopsy.kept_step import (
     KeptBatch,
@@ -20,7 +21,7 @@ from curvestep.autopsy.kept_step import (
     settings_of,
     versions_of,
 )
-from curvestep.autopsy.retake import explained
+from curvestep.autopsy.surroundings import Surroundings
 from curvestep.checks import check_count
 from curvestep.optimizer_family import check_optimizer, parameters_of
 from curvestep.smoothness.observer import ObservedStep, Pass, trains_any
@@ -40,11 +41,14 @@ class Autopsy:
             loss = spikes.record(batch)          # instead of loss_of_batch(batch)
             loss.backward()
             optimizer.step()
-        print(spikes.explain())                  # the kept step that raised the loss most; or explain(412)
+        print(spikes.explain())                  # the largest spike of the kept steps; or explain(412)
 
     :meth:`explain` takes the step again with one thing changed at a time: half its length, another batch, the
-    momentum or the second moment of this batch alone, float32, clipped, one block left out. The run itself
-    is untouched, bit for bit.
+    momentum or the second moment of this batch alone, float32, clipped, one block left out.
+
+    The run itself is untouched, bit for bit. What the loss reads outside of the model comes back too:
+    globals, variables around it, attributes of objects, lists and dicts. A loss that takes from an iterator
+    is refused before it is run again. Attributes of classes and of imported modules are not put back.
 
     The function gets the batch as an argument, because a closure over the loop's variables would see the
     last batch whenever it is called later.
@@ -85,7 +89,8 @@ class Autopsy:
         self.loss_of_batch = loss_of_batch
         self.keep = check_count("keep", keep, least=FEWEST_STEPS + 1)
         self.step = 0
-        self._record, self._nbytes = ObservedStep(), 0  # of the step that comes
+        self._record = ObservedStep()  # of the step that comes
+        self._nbytes = 0  # of its batches
         self._starts: list[StepStart] = []
         self._steps: list[KeptStep] = []
         self._versions: list[tuple[int, int]] = []  # of parameters and moments after the last step
@@ -127,8 +132,17 @@ class Autopsy:
         Takes about as long as a hundred training steps. The rise is the median over kept batches.
 
         Args:
-            step: Its number, counted from 0 at :meth:`watch`. Default: the step that raised the loss most.
+            step: Its number, counted from 0 at :meth:`watch`. Default: the step that raised the loss by the
+                largest multiple of what the steps before it changed it by.
         """
+        self._check_kept(step)
+        surroundings = Surroundings(self.loss_of_batch, self.model)
+        try:
+            return explain(self.model, self._starts, self._steps, step)
+        finally:
+            surroundings.restore()
+
+    def _check_kept(self, step: int | None) -> None:
         if len(self._steps) <= FEWEST_STEPS:
             raise RuntimeError(
                 f"{len(self._steps)} steps are kept, too few to tell a spike: at least {FEWEST_STEPS} must "
@@ -145,7 +159,6 @@ class Autopsy:
                 raise RuntimeError(
                     f"Step {kept.number} was taken without `record(batch)`, so that it cannot be taken again."
                 )
-        return explained(self.model, self._starts, self._steps, step)
 
     @property
     def nbytes(self) -> int:
@@ -173,5 +186,6 @@ class Autopsy:
         self._versions = versions_of(self.parameters, optimizer)
         norms = norms_of([p.grad for p in self.parameters])
         self._steps.append(KeptStep(self.step, self._record.passes, self._settings, norms, self._nbytes))
-        self._record, self._nbytes = ObservedStep(), 0
+        self._record = ObservedStep()
+        self._nbytes = 0
         self.step += 1
