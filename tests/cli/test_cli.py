@@ -1,6 +1,5 @@
 """The command line, called as a user calls it."""
 
-import json
 import os
 import re
 import subprocess
@@ -10,11 +9,8 @@ from pathlib import Path
 import pytest
 
 import curvestep
-from curvestep.advice.advice import advise
 from curvestep.cli import OF_REPRODUCTION, main
 from curvestep.cli.commands import COMMANDS
-from curvestep.fit.fit import fit_smoothness
-from curvestep.trace.trace import Trace
 from tests.display.pages import make_run
 
 ROOT = Path(__file__).parents[2]
@@ -35,24 +31,6 @@ def test_python_dash_m_and_the_console_script_are_the_same_function():
     assert '[project.scripts]\ncurvestep = "curvestep.cli:main"\n' in (ROOT / "pyproject.toml").read_text()
     done = subprocess.run([sys.executable, "-m", "curvestep", "--version"], capture_output=True, text=True)
     assert (done.returncode, done.stdout) == (0, f"curvestep {curvestep.__version__}\n")
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_help_fits_a_terminal_with_an_example_and_a_default_for_every_option(capsys, command):
-    code, out, _ = run(capsys, *command.split(), "--help")
-    assert code == 0
-    assert max(map(len, out.splitlines())) <= 80
-    assert f"Example: curvestep {command}" in out
-    words = COMMANDS[command.split()[0]].words
-    assert f"\n{words[0].upper()}{words[1:]}.\n" in out
-    options = re.split(r"\n *(?=--[a-z])", out)[1:]
-    assert options
-    for option in options:
-        words = " ".join(option.split())
-        assert re.search(r"\(default: .*\)", words), option
-        # Besides its name, its choices and its default, every option says in words what it is.
-        said = re.sub(r"\{.*?\}|--[a-z-]+|\(default.*", "", words)
-        assert len(re.findall(r"[a-z]{2,}", said)) >= 2, option
 
 
 WRONG = {
@@ -76,104 +54,18 @@ def test_a_wrong_command_line_gets_one_helpful_line_and_code_2(capsys, line):
     assert len(err.partition("Options:")[0]) < 300  # the list of valid ones is as long as it is
 
 
-def test_control_characters_of_a_name_do_not_reach_the_terminal(capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
+def test_control_characters_of_a_wrong_name_do_not_reach_the_terminal(capsys):
     code, _, err = run(capsys, "advise", "runs/\x1b[31mred")
     assert (code, "\x1b" in err, r"\u001b[31mred" in err) == (1, False, True)
-    with Trace("\x1b[2J.jsonl") as trace:
-        trace.append({"step": 1, "grad_norm": 1.0})
-    code, out, err = run(capsys, "report", "\x1b[2J.jsonl", "-o", "\x1b[31m.html")
-    assert (code, err) == (0, "")
-    assert "\x1b" not in out
-    assert r"report: \u001b[31m.html" in out
 
 
-def test_no_command_shows_the_commands_and_the_way_for_ones_own_script_with_code_2(capsys):
+def test_no_command_shows_all_commands_and_the_way_for_a_script(capsys):
     code, out, _ = run(capsys)
     assert code == 2
     assert "usage: curvestep" in out
     assert all(re.search(rf"^  {name} ", out, re.MULTILINE) for name in COMMANDS)
     assert re.search("For your own training script.*cs.calibrate.*cs.SmoothnessProbe", out, re.DOTALL)
     assert max(map(len, out.splitlines())) <= 80
-
-
-TRACE_ROW = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "smoothness": 2.0, "step_norm": 0.1, "lr": 0.1}
-WRONG_FILES = {
-    "report nothing": "There is no nothing",  # and not that report.html is in the way
-    "report one": "report.html is there already and is no page of curvestep",
-    "advise empty": "empty is empty: no trace was written to it",
-    "advise garbage": "garbage is not a curvestep trace: its first line is no header",
-    "advise rows": "rows is not a curvestep trace: its first line is no trace header",
-    "advise folder": "There is neither a run folder nor a trace in folder",
-    "advise broken": "broken/config.json is not JSON",
-    "report one -o rows": "rows is there already and is no page of curvestep. Choose another `output`",
-    "report one --output folder": "must be an HTML file, got the folder folder. Try folder/report.html",
-    "report one --output one/page.html": "one is a file, and a folder is needed",
-}
-
-
-@pytest.fixture
-def wrong_files(tmp_path, monkeypatch):
-    """A folder with all that is not a trace or a run."""
-    monkeypatch.chdir(tmp_path)
-    Path("empty").touch()
-    Path("garbage").write_bytes(bytes(range(255, 127, -1)) * 9)
-    Path("report.html").write_text("mine")
-    Path("rows").write_text(json.dumps(TRACE_ROW) + "\n")
-    Path("folder").mkdir()
-    Path("broken").mkdir()
-    Path("broken", "config.json").write_text('{"name": "ptb-l')
-    with Trace("one") as trace:
-        trace.append({**TRACE_ROW, "status": "ok"})
-    return {path: path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
-
-
-@pytest.mark.parametrize("line", WRONG_FILES)
-def test_a_wrong_file_gets_one_helpful_line_and_code_1_and_stays(capsys, wrong_files, line):
-    code, out, err = run(capsys, *line.split())
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert WRONG_FILES[line] in err
-    assert "Errno" not in err
-    assert {path: path.read_bytes() for path in wrong_files} == wrong_files
-
-
-@pytest.mark.parametrize(
-    ("name", "words"), [("one", "it needs 10 measured rows and has 1."), ("none", "no step was measured.")]
-)
-def test_a_trace_of_few_rows_gets_a_page_and_what_can_be_said(capsys, wrong_files, name, words):
-    Trace("none").close()
-    code, out, err = run(capsys, "advise", name)
-    assert (code, err) == (1, "")
-    assert out.startswith(f"CANNOT TELL: {words}")
-    code, out, err = run(capsys, "report", name, "--output", "page.html")
-    assert (code, err) == (0, "")
-    assert "report: page.html" in out
-    assert Path("page.html").exists()
-
-
-@pytest.mark.slow
-def test_report_and_advise_find_the_same_runs_in_a_folder(capsys, tmp_path):
-    for seed in (0, 1):
-        make_run(tmp_path / "all" / "deep" / f"seed{seed}", seed=seed)
-    make_run(tmp_path / "all" / "other", batch_size=40)
-    make_run(tmp_path / "all" / "bare", traced=False, steps=20)
-    trace = tmp_path / "all" / "mine.jsonl"
-    trace.write_bytes((tmp_path / "all" / "other" / "trace.jsonl").read_bytes())
-    code, out, err = run(capsys, "advise", str(tmp_path / "all"), "--json")
-    assert (code, err) == (0, "")
-    tasks = json.loads(out)["tasks"]
-    assert [entry["task"] for entry in tasks] == ["walls, batch 20", "walls, batch 40", "walls"]
-    assert all("fit" not in entry["advice"] for entry in tasks)
-    code, out, err = run(capsys, "report", str(tmp_path / "all"), "-o", str(tmp_path / "p.html"))
-    assert (code, err) == (0, "")
-    verdicts = [line.partition(": ")[2] for line in out.splitlines()[:-1]]
-    assert verdicts == [entry["advice"]["verdict"] for entry in tasks]
-    code, out, _ = run(capsys, "advise", str(tmp_path / "all"))
-    assert "batch 20, 2 runs\n" in out
-    assert ", 1 run\n" in out
-    code, out, err = run(capsys, "advise", str(tmp_path / "all" / "bare"))
-    assert (code, out, err.count("\n")) == (1, "", 1)
-    assert "nothing was measured. Train with a probe." in err
 
 
 @pytest.mark.slow
@@ -193,88 +85,12 @@ def test_debug_lets_the_error_through(tmp_path):
         main(["advise", str(tmp_path / "nothing"), "--debug"])
 
 
-def test_advise_prints_fit_and_advice_and_the_same_numbers_as_json(capsys, tmp_path):
-    folder = make_run(tmp_path / "run")
-    expected = advise(Trace.load(folder / "trace.jsonl"))
-    code, out, _ = run(capsys, "advise", str(folder))
-    assert (code, out.strip()) == (0, str(expected))
-    code, out, _ = run(capsys, "advise", str(folder), "--details")
-    assert expected.details() in out
-    assert str(fit_smoothness(Trace.load(folder / "trace.jsonl"))) in out
-    code, out, _ = run(capsys, "advise", str(folder / "trace.jsonl"), "--json")
-    found = json.loads(out)
-    assert code == 0
-    assert (found["lr"], found["max_norm"]) == (expected.lr, expected.max_norm)
-
-
-def test_advice_that_is_refused_says_why_with_code_1(capsys, tmp_path):
-    with Trace(tmp_path / "silent.jsonl") as trace:
-        for step in range(12):  # neither lr nor the length of the step
-            trace.append({"step": step, "grad_norm": 1.0 + step, "smoothness": 2.0 + step})
-    code, out, _ = run(capsys, "advise", str(trace.path))
-    assert code == 1
-    assert out.startswith("CANNOT TELL: no step was measured.")
-    code, out, _ = run(capsys, "advise", str(trace.path), "--json")
-    assert code == 1
-    assert json.loads(out)["lr"] is None
-
-
-@pytest.mark.slow
-def test_report_writes_the_page_and_prints_the_verdict(capsys, tmp_path):
-    folder, page = make_run(tmp_path / "run"), tmp_path / "deep" / "page.html"
-    code, out, _ = run(capsys, "report", str(folder), "--output", str(page))
-    assert code == 0
-    assert advise(Trace.load(folder / "trace.jsonl")).verdict in out
-    assert page.stat().st_size > 1e6
-
-
-def test_a_command_of_the_reproduction_says_how_to_get_it_where_it_is_missing(capsys, monkeypatch):
+def test_a_command_of_a_missing_package_says_how_to_get_it(capsys, monkeypatch):
     monkeypatch.setattr("curvestep.cli.entry_points", lambda group: ())
     for name in OF_REPRODUCTION:
         code, out, err = run(capsys, name, "ptb-lstm")
         assert (code, out, err.count("\n")) == (2, "", 1)
         assert "pip install -c constraints.txt . ./reproduction" in err
-
-
-def test_fit_prints_the_fit_in_words_and_as_json(capsys, tmp_path):
-    folder = make_run(tmp_path / "run")
-    expected = fit_smoothness(Trace.load(folder / "trace.jsonl"))
-    assert run(capsys, "fit", str(folder)) == (0, f"{expected}\n", "")
-    code, out, _ = run(capsys, "fit", str(folder), "--json")
-    found = json.loads(out)
-    assert (code, found["L0"], found["L1"]) == (0, expected.L0, expected.L1)
-    assert "action" not in found
-    make_run(tmp_path / "other", lr=0.1)
-    code, out, _ = run(capsys, "fit", str(tmp_path), "--json")
-    assert len(json.loads(out)["fits"]) == 2
-    code, out, _ = run(capsys, "fit", str(tmp_path))
-    assert out.count("trace.jsonl\n") == 2
-
-
-BLOCKED = """
-import sys
-blocked = {blocked!r}
-class Block:
-    def find_spec(self, name, path=None, target=None):
-        if name.partition(".")[0] in blocked:
-            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
-sys.meta_path.insert(0, Block())
-from curvestep.cli import main
-sys.exit(main({args!r}))
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("blocked", "args"),
-    [(("plotly",), ["report", "runs"]), (("jinja2",), ["report", "runs"]), (("PIL",), ["report", "runs"])],
-)
-def test_without_the_report_extra_it_says_what_to_install(blocked, args):
-    code = BLOCKED.format(blocked=blocked, args=args)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert f"this needs {blocked[0]}, which is not installed" in done.stderr
-    assert "pip install -c constraints.txt '.[report]'" in done.stderr
 
 
 def test_a_reader_that_has_seen_enough_is_no_error(tmp_path):
