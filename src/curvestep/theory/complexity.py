@@ -126,6 +126,51 @@ def descend(
         return Descent(points=points, grad_norms=problem.grad_norm(points))
 
 
+def descend_with_momentum(
+    problem: Problem,
+    x0: ArrayLike,
+    *,
+    lrs: Array,
+    betas: Array,
+    noise: Noise | None = None,
+    seed: int = 0,
+) -> Descent:
+    r"""Run normalized descent with momentum, for one start or many.
+
+    .. math::
+        m_t = \beta_tm_{t-1} + (1 - \beta_t)g_t, \qquad x_{t+1} = x_t - \eta_tm_t/\lVert m_t\rVert
+
+    Args:
+        problem: The function.
+        x0: Starts; one point, or many.
+        lrs: The length of each step.
+        betas: What stays of the momentum in each step.
+        noise: Noise to add to every gradient.
+        seed: Seed of the noise.
+
+    Example:
+        >>> from curvestep.theory.problems.polynomials import Quadratic
+        >>> lrs = np.array([1.0, 0.5, 0.25])
+        >>> descend_with_momentum(Quadratic([3.0]), [2.0], lrs=lrs, betas=np.zeros(3)).points[:, 0]
+        array([2.  , 1.  , 0.5 , 0.25])
+    """
+    x = problem.check_start(x0)
+    batch = x.shape[: x.ndim - len(problem.event_shape)]
+    rng = np.random.default_rng(seed)
+    momentum = np.zeros(x.shape)
+    points = [x]
+    for lr, beta in zip(lrs, betas, strict=True):
+        g = problem.gradient(x)
+        if noise is not None:
+            g = g + noise.draw(rng, batch, problem)
+        momentum = beta * momentum + (1 - beta) * g
+        norm = problem.norm(momentum)
+        x = x - problem.scale(np.asarray(lr / np.where(norm > 0, norm, 1.0)), momentum)
+        points.append(x)
+    path = np.array(points)
+    return Descent(points=path, grad_norms=problem.grad_norm(path))
+
+
 def first_hits(
     problem: Problem,
     step: Step,
