@@ -293,7 +293,7 @@ def test_every_key_that_the_page_on_measuring_explains_is_in_the_schema():
 
 def test_the_probe_writes_no_key_that_the_schema_does_not_know():
     model = torch.nn.Linear(3, 2)
-    optimizer, probe = measured_sgd(model, lr=10.0, estimators=ESTIMATORS, layers=True)
+    optimizer, probe = measured_sgd(model, lr=10.0, estimators=tuple(ESTIMATORS), layers=True)
     x = torch.randn(6, 3)
     parts = [lambda: model(x).square().mean(), lambda: model(x[:3]).square().mean()]
     for _ in range(2):  # the second asks its batch where the run began, for the first overshot

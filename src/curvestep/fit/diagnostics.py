@@ -14,6 +14,7 @@ from curvestep.fit.samples import Samples
 from curvestep.fit.within import Within
 from curvestep.notes import Note
 from curvestep.trace.history import typical
+from curvestep.trace.schema import ESTIMATORS
 
 _WINDOWS = 8
 _FEW = 5  # rows that make a pattern
@@ -209,9 +210,5 @@ def unconverged(samples: Samples) -> str | None:
     """Estimates that had to be left out."""
     if samples.num_unconverged == 0:
         return None
-    reason = {
-        "local_smoothness": "their difference step is too long or too short (see `local_error`)",
-        "spectral_smoothness": "they are only lower bounds",
-    }[samples.estimator]
     share = f"{samples.num_unconverged} of {samples.num_estimates} estimates"
-    return f"{share} had not converged and are left out: {reason}."
+    return f"{share} had not converged and are left out: {ESTIMATORS[samples.estimator].if_not}."

@@ -95,7 +95,7 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
     Raises:
         ValueError: If fewer than ten are left; it says how many there were and what became of the others.
     """
-    check_choice("estimator", estimator, ESTIMATORS)
+    check_choice("estimator", estimator, tuple(ESTIMATORS))
     return trace.cached(("samples", estimator), lambda: _read_samples(trace, estimator))
 
 
@@ -146,11 +146,11 @@ def check_share(name: str, value: float) -> float:
 
 
 def _unconverged(trace: Trace, estimator: str) -> np.ndarray:
-    """Which rows have a local or spectral estimate that had not converged, which is none."""
-    if estimator == "smoothness":  # nothing is iterated for it
+    """Which rows have an estimate that had not converged, which is none."""
+    converged = ESTIMATORS[estimator].converged
+    if not converged:
         return np.zeros(len(trace), dtype=bool)
-    flag = trace.column(estimator.replace("smoothness", "converged"))
-    return (flag == 0) & np.isfinite(trace.column(estimator))
+    return (trace.column(converged) == 0) & np.isfinite(trace.column(estimator))
 
 
 def _too_few(trace: Trace, measured: np.ndarray, late: np.ndarray, estimator: str) -> str:

@@ -275,7 +275,7 @@ def check_estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int
     if periods["smoothness"] != 1:
         raise ValueError('`estimators["smoothness"]` must be 1: every row has it. Set `every` instead.')
     for name, period in periods.items():
-        check_choice("estimators", name, ESTIMATORS)
+        check_choice("estimators", name, tuple(ESTIMATORS))
         check_count(f"estimators[{name!r}]", period)
     return periods
 

@@ -7,7 +7,7 @@ function takes it with a replay of its batch, and returns a part of the row.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -209,6 +209,13 @@ def spectral_part(segment: Segment, replay: Replay) -> Row:
         "spectral_converged": spectrum.converged,
         "spectral_residual": spectrum.residual,
     }
+
+
+# How the estimators of the schema measure at the start of a step; the paper's is measured along it.
+PARTS_AT_START: dict[str, Callable[[Segment, Replay], Row]] = {
+    "local_smoothness": local_part,
+    "spectral_smoothness": spectral_part,
+}
 
 
 def noise_of_halves(one: Gradients, two: Gradients) -> Row:

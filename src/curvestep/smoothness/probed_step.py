@@ -25,13 +25,12 @@ from curvestep.smoothness.determinism import SelfTest, untracked_error
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.geometry import geometry_of
 from curvestep.smoothness.measurement import (
+    PARTS_AT_START,
     Segment,
     Start,
     along_step,
-    local_part,
     noise_of_halves,
     norms_part,
-    spectral_part,
     summary_part,
 )
 from curvestep.smoothness.observer import (
@@ -312,11 +311,9 @@ class ProbedStep:
     def _estimates(self, segment: Segment, replay: Replay) -> Iterator[Row]:
         """The parts of the row that are due, one by one: what comes before a failure is kept."""
         setup = self.setup
-        due = {name for name, period in setup.estimators.items() if setup.measurements % period == 0}
-        if "local_smoothness" in due:
-            yield local_part(segment, replay)
-        if "spectral_smoothness" in due:
-            yield spectral_part(segment, replay)
+        for name, measure in PARTS_AT_START.items():
+            if name in setup.estimators and setup.measurements % setup.estimators[name] == 0:
+                yield measure(segment, replay)
         along = along_step(segment, replay, setup.fractions or (*short_fractions(setup.rates), 1.0))
         if segment.start.grad_norm > 0:
             rate = along["secants"][0] * segment.step_norm / segment.start.grad_norm

@@ -6,8 +6,21 @@ from typing import Any, NamedTuple
 
 Row = dict[str, Any]  # JSON values by the names in FIELDS, and others that a caller added
 
-# What an estimator is called: by the probe, the fit and the column.
-ESTIMATORS = ("smoothness", "local_smoothness", "spectral_smoothness")
+
+class Estimator(NamedTuple):
+    """What a reader of rows has to know of an estimator, whose column has its name."""
+
+    converged: str = ""  # the column that says whether a value is usable; empty if each is
+    if_not: str = ""  # what is wrong with values that are not
+
+
+ESTIMATORS = {
+    "smoothness": Estimator(),
+    "local_smoothness": Estimator(
+        "local_converged", "their difference step is too long or too short (see `local_error`)"
+    ),
+    "spectral_smoothness": Estimator("spectral_converged", "they are only lower bounds"),
+}
 
 LEAST_ROWS = 10  # measured ones that a fit or an advice needs; the probe measures them whatever they cost
 
