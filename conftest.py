@@ -25,8 +25,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
 NEEDED = {
     "integrations/lightning": "lightning",
     "integrations/transformers": "transformers",
-    "display/drawing": "matplotlib",
-    "display/page": "plotly",
+    "report/drawing": "matplotlib",
+    "report/page": "plotly",
 }
 collect_ignore = [f"src/curvestep/{name}.py" for name, package in NEEDED.items() if not find_spec(package)]
 

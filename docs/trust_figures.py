@@ -20,10 +20,10 @@ from torch import nn
 from torch.nn import functional as F
 
 from curvestep import SmoothnessProbe, Trace, fit_smoothness
-from curvestep.display.drawing import COLOURS, ITERATIONS, log_axes, panels, styled
 from curvestep.fit.correlation import spearman
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.within import mean_norms
+from curvestep.report.drawing import COLOURS, ITERATIONS, log_axes, panels, styled
 
 FRACTIONS = (0.05, 0.15, 0.5, 1.0)
 LINE, FRONTIER = COLOURS[1], COLOURS[6]

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 from curvestep.cli import main
-from curvestep.display.charts import comparison, run_charts
-from curvestep.display.drawing import figure_of, save
-from curvestep.display.views import find_views, tasks_of
+from curvestep.report.charts import comparison, run_charts
+from curvestep.report.drawing import figure_of, save
+from curvestep.report.views import find_views, tasks_of
 from curvestep_reproduction.training.run_folder import TrainedRun
 
 SMALL = "--embedding 64 --hidden 100"

@@ -21,7 +21,7 @@ from torch.nn import functional as F
 from torch.optim import Optimizer
 
 from curvestep import ClippedAdamW, ClippedSGD, SmoothnessProbe, Trace
-from curvestep.display.drawing import COLOURS, panels, styled
+from curvestep.report.drawing import COLOURS, panels, styled
 from curvestep_reproduction.data.corpus import load_ptb
 from curvestep_reproduction.data.images import load_digits, normalise
 from curvestep_reproduction.models import LSTMModel

@@ -12,8 +12,8 @@ MIRRORED = {"SmoothnessCallback"}  # the same callback for two frameworks
 
 # What each room may use, folders two deep, as docs/architecture.md says. A room may always use itself; the
 # helpers at the root may be used by all.
-HELPERS = {"checks", "files", "notes", "optimizer_family", "display.markup"}
-DRAWING = {"display.chart", "display.drawing", "display.results"}  # a result draws itself by them, when asked
+HELPERS = {"checks", "files", "notes", "optimizer_family", "report.markup"}
+DRAWING = {"report.chart", "report.drawing", "report.results"}  # a result draws itself by them, when asked
 THEORY = {"theory", *(f"theory.{n}" for n in ("problems", "inequalities", "rules", "theorems", "complexity"))}
 LIBRARY = {
     "steps",
@@ -40,10 +40,10 @@ USES = {
     "steps": set(),
     "clip_rules": set(),
     "bracket": {"tensors"},
-    "display.markup": set(),
-    "display.chart": set(),
-    "display.drawing": {"display.chart"},
-    "display.results": {"display.chart", "steps", "trace"},
+    "report.markup": set(),
+    "report.chart": set(),
+    "report.drawing": {"report.chart"},
+    "report.results": {"report.chart", "steps", "trace"},
     "theory.problems": set(),
     "theory.inequalities": {"theory.problems"},
     "theory.rules": {"steps", "theory.problems"},
@@ -73,8 +73,8 @@ USES = {
     "clip_direction": {"loaders", "smoothness", "tensors", "theory.theorems"},
     "loggers": LIBRARY,
     "integrations": {"loggers", *LIBRARY},
-    "display": LIBRARY,
-    "cli": {"display", *LIBRARY},
+    "report": LIBRARY,
+    "cli": {"report", *LIBRARY},
 }
 
 

@@ -59,6 +59,32 @@ def test_public_names_work_without_the_extras():
     assert done.stdout == "fine\n", done.stderr
 
 
+@pytest.mark.parametrize(
+    "imports",
+    [
+        "import curvestep as cs; call = cs.report; import curvestep.report.chart",
+        "import curvestep.report.chart; import curvestep as cs; call = cs.report",
+        "from curvestep import report as call; import curvestep as cs; from curvestep.report import chart",
+    ],
+)
+def test_report_is_called_whatever_was_imported_first(imports):
+    code = f"""
+{imports}
+import inspect
+import curvestep.report.chart as chart
+assert cs.report is call and chart.Chart is cs.report.chart.Chart
+print(*inspect.signature(call).parameters)
+try:
+    call()
+except ValueError as error:
+    print(error)
+"""
+    done = run(code)
+    names, message = done.stdout.splitlines()
+    assert names == "runs output title overwrite", done.stderr
+    assert message
+
+
 def test_steps_and_theory_work_without_torch():
     code = """
 from curvestep import steps

@@ -9,7 +9,7 @@ ROOT = Path(__file__).parents[1]
 # Benchmarks of the library's own rooms are left out: they are here because of the models and the data.
 FILES = [path for path in sorted(ROOT.rglob("*.py")) if not {"tests", "benchmarks"} & {*path.parts}]
 # Beside the names of the package itself: rooms that are made to be used from outside, and two helpers.
-ROOMS = ("trace", "display", "steps", "theory", "cli", "checks", "files")
+ROOMS = ("trace", "report", "steps", "theory", "cli", "checks", "files")
 RESULT_FILE = {"read_calibration", "write_calibration"}  # of curvestep.calibration.result
 
 

@@ -44,7 +44,7 @@ def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'curvestep' has no attribute {name!r}")
     home = _HOMES[name]
-    if home == "curvestep":
+    if home in ("curvestep", f"curvestep.{name}"):
         value: object = import_module(f"curvestep.{name}")
     else:
         value = getattr(import_module(home), name)

@@ -6,7 +6,6 @@ from curvestep.autopsy.recorder import Autopsy as Autopsy
 from curvestep.calibration.calibrate import calibrate as calibrate
 from curvestep.calibration.result import Calibration as Calibration
 from curvestep.clip_direction import ClippingBias as ClippingBias, clipping_bias as clipping_bias
-from curvestep.display.report import report as report
 from curvestep.fit.fit import SmoothnessFit as SmoothnessFit, fit_smoothness as fit_smoothness
 from curvestep.loaders import representative_batches as representative_batches
 from curvestep.optim.adamw import ClippedAdamW as ClippedAdamW
@@ -14,6 +13,7 @@ from curvestep.optim.clip import clip as clip
 from curvestep.optim.clipped import ClippedSGD as ClippedSGD
 from curvestep.optim.normalized import NormalizedSGD as NormalizedSGD
 from curvestep.optim.sgd import ScaledSGD as ScaledSGD
+from curvestep.report import report as report
 from curvestep.smoothness.determinism import (
     NonDeterministicError as NonDeterministicError,
     UntrackedParametersError as UntrackedParametersError,

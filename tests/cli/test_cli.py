@@ -11,7 +11,7 @@ import pytest
 import curvestep
 from curvestep.cli import OF_REPRODUCTION, main
 from curvestep.cli.commands import COMMANDS
-from tests.display.pages import make_run
+from tests.report.pages import make_run
 
 ROOT = Path(__file__).parents[2]
 

@@ -14,7 +14,7 @@ from curvestep.cli.commands import COMMANDS
 from curvestep.fit.fit import fit_smoothness
 from curvestep.trace.trace import Trace
 from tests.cli.test_cli import run
-from tests.display.pages import make_run
+from tests.report.pages import make_run
 
 needs_report = pytest.mark.skipif(
     not all(find_spec(name) for name in ("plotly", "PIL")), reason="needs the extra `report`"

@@ -9,8 +9,8 @@ from torch import nn
 
 import curvestep as cs
 from curvestep.advice.outcome import outcome_of
-from curvestep.display import page_words
-from curvestep.display.views import find_views, tasks_of
+from curvestep.report import page_words
+from curvestep.report.views import find_views, tasks_of
 from curvestep.trace.history import History
 
 ROOT = Path(__file__).parents[2]

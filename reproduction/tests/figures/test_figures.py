@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
-from curvestep.display.drawing import save
 from curvestep.files import RowFile
 from curvestep.fit.fit import fit_smoothness
+from curvestep.report.drawing import save
 from curvestep.trace.run import METRICS
 from curvestep.trace.trace import Trace
 from curvestep_reproduction.figures.fig1_scatter import scatter

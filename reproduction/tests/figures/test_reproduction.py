@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 
 from curvestep.calibration.result import CALIBRATION, read_calibration
-from curvestep.display import views
 from curvestep.files import dump_row
 from curvestep.fit.fit import fit_smoothness
+from curvestep.report import views
 from curvestep.trace.history import final_loss
 from curvestep.trace.run import METRICS, STATUS, read_json, write_json
 from curvestep_reproduction import progress as displays

@@ -4,10 +4,10 @@ import gzip
 import json
 
 import pytest
-from tests.display.pages import make_run
+from tests.report.pages import make_run
 
 from curvestep.cli import main
-from curvestep.display.views import find_views
+from curvestep.report.views import find_views
 from curvestep.trace.run import Run, read_json
 from curvestep_reproduction.training.loop import train
 from curvestep_reproduction.training.run_folder import TrainedRun, locked, open_run, write_status

@@ -13,8 +13,8 @@ from curvestep.advice import advice_words as words
 from curvestep.advice.decision import CANNOT_TELL, TAKE, Condition, decide
 from curvestep.advice.outcome import Outcome, outcome_of
 from curvestep.advice.settings import Setting, compare, next_lr
-from curvestep.display.markup import html_table
 from curvestep.notes import Note
+from curvestep.report.markup import html_table
 from curvestep.trace.history import HasTrace, History, best_setting, check_trace
 from curvestep.trace.trace import Trace
 

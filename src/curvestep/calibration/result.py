@@ -12,11 +12,11 @@ from torch.optim import Optimizer
 
 from curvestep.calibration import calibration_words as words
 from curvestep.calibration.pilots import Arm, longest
-from curvestep.display.markup import html_table
 from curvestep.files import dump_json, load_json, write_atomically
 from curvestep.lr_schedules import is_below_peak, set_peak
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family, family_of, momenta, threshold_of
+from curvestep.report.markup import html_table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -79,8 +79,8 @@ class Calibration:
 
     def plot(self, *, title: str = "") -> Figure:
         """Gain of each trial against its learning rate, and the choice; needs matplotlib."""
-        from curvestep.display.drawing import figure_of
-        from curvestep.display.results import calibration
+        from curvestep.report.drawing import figure_of
+        from curvestep.report.results import calibration
 
         return figure_of([calibration(self)], title=title, note=words.headline(self))
 

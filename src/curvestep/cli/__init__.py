@@ -12,7 +12,7 @@ from importlib.metadata import entry_points
 from curvestep import __version__
 from curvestep.checks import MissingExtraError, nearest
 from curvestep.cli.parser import Command, UsageError
-from curvestep.display.markup import visible
+from curvestep.report.markup import visible
 
 OK, FAILED, WRONG_USAGE = 0, 1, 2
 INTERRUPTED = 128 + signal.SIGINT

@@ -24,7 +24,7 @@ def report(parser: Parser, args: list[str]) -> int:
     chosen = parser.read(args)
     if not chosen.RUN:
         parser.error("name a run folder or a trace file")
-    from curvestep.display.report import report as library
+    from curvestep.report import report as library
 
     page = library(*chosen.RUN, output=chosen.output)
     for said in page.verdicts:

@@ -16,7 +16,6 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from curvestep.checks import check_choice
-from curvestep.display.markup import html_table
 from curvestep.fit import fit_words as words
 from curvestep.fit.control import Control, control_of
 from curvestep.fit.correlation import Correlations, correlations_of
@@ -33,6 +32,7 @@ from curvestep.fit.samples import (
 )
 from curvestep.fit.within import Within, mean_norms, within_steps
 from curvestep.notes import Note
+from curvestep.report.markup import html_table
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.theory.inequalities import sample_frontier
 from curvestep.trace.history import History, check_trace
@@ -145,8 +145,8 @@ class SmoothnessFit(Correlations):
 
     def plot(self) -> Figure:
         """Smoothness against gradient norm with the line, and inside single steps; needs matplotlib."""
-        from curvestep.display.drawing import figure_of
-        from curvestep.display.results import fit_charts
+        from curvestep.report.drawing import figure_of
+        from curvestep.report.results import fit_charts
 
         return figure_of(fit_charts(self))
 

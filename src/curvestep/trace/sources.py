@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from curvestep.display.markup import visible
+from curvestep.report.markup import visible
 from curvestep.trace.history import HasTrace, check_trace
 from curvestep.trace.run import CONFIG, Run, find_runs
 from curvestep.trace.trace import FORMAT, Trace

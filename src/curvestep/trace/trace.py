@@ -24,8 +24,8 @@ from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard, TypeVar
 import numpy as np
 
 from curvestep.checks import check_choice
-from curvestep.display.markup import html_table
 from curvestep.files import RowFile, dump_row, end_of_last_row, load_row, read_rows
+from curvestep.report.markup import html_table
 from curvestep.trace.clipping import CLIP_COLUMNS, clip_norms
 from curvestep.trace.schema import FIELDS, OK, Row
 
@@ -174,8 +174,8 @@ class Trace:
 
     def plot(self) -> Figure:
         """Loss, gradient norm, smoothness and the edge of stability of the rows so far; needs matplotlib."""
-        from curvestep.display.drawing import figure_of
-        from curvestep.display.results import trace_charts
+        from curvestep.report.drawing import figure_of
+        from curvestep.report.results import trace_charts
 
         return figure_of(trace_charts(self))
 

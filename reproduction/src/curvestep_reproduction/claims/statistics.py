@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from curvestep.display.results import running_mean
+from curvestep.report.results import running_mean
 from curvestep.trace.history import best_setting
 from curvestep.trace.run import FINISHED
 from curvestep.trace.schema import LEAST_ROWS

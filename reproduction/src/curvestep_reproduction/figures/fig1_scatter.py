@@ -14,7 +14,7 @@ from itertools import chain
 import numpy as np
 from matplotlib.figure import Figure
 
-from curvestep.display.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
+from curvestep.report.chart import GRADIENT, SMOOTHNESS, Axis, Chart, Series
 from curvestep_reproduction.claims.claims import MissingRuns
 from curvestep_reproduction.claims.statistics import correlations, measured
 from curvestep_reproduction.figures import legend

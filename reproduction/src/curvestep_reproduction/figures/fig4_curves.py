@@ -11,8 +11,8 @@ from itertools import chain
 import numpy as np
 from matplotlib.figure import Figure
 
-from curvestep.display.chart import Axis, Chart, Series
-from curvestep.display.results import on_common_steps, over_seeds, running_mean
+from curvestep.report.chart import Axis, Chart, Series
+from curvestep.report.results import on_common_steps, over_seeds, running_mean
 from curvestep.steps import normalized_from_clipped
 from curvestep.trace.run import DIVERGED
 from curvestep_reproduction.cost import steps_of

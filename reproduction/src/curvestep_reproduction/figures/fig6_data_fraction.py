@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
-from curvestep.display.chart import GRADIENT, SMOOTHNESS, THIN, Axis, Chart, Series
+from curvestep.report.chart import GRADIENT, SMOOTHNESS, THIN, Axis, Chart, Series
 from curvestep_reproduction.claims.claims import MissingRuns
 from curvestep_reproduction.claims.statistics import measured
 from curvestep_reproduction.figures import legend

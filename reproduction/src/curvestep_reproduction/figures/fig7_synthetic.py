@@ -18,9 +18,9 @@ import numpy as np
 from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
-from curvestep.display.chart import NUM_COLOURS, THIN, Axis, Chart, Series
-from curvestep.display.drawing import figure_of
 from curvestep.files import write_atomically
+from curvestep.report.chart import NUM_COLOURS, THIN, Axis, Chart, Series
+from curvestep.report.drawing import figure_of
 from curvestep.steps import normalized_from_clipped
 from curvestep.theory.complexity import descend, first_hits, walk
 from curvestep.theory.problems.polynomials import Quartic

@@ -8,8 +8,8 @@ from itertools import chain
 import numpy as np
 from matplotlib.figure import Figure
 
-from curvestep.display.chart import GRADIENT
-from curvestep.display.results import on_common_steps, running_mean
+from curvestep.report.chart import GRADIENT
+from curvestep.report.results import on_common_steps, running_mean
 from curvestep_reproduction.claims.statistics import measured
 from curvestep_reproduction.figures.fig1_scatter import scatter_chart
 from curvestep_reproduction.figures.fig4_curves import Curve, curve_chart, loss_chart

@@ -10,8 +10,8 @@ from typing import Any
 
 from matplotlib.figure import Figure
 
-from curvestep.display.chart import Chart
-from curvestep.display.drawing import figure_of
+from curvestep.report.chart import Chart
+from curvestep.report.drawing import figure_of
 from curvestep.trace.run import DIVERGED, FINISHED, last_step
 from curvestep_reproduction.cost import steps_of
 from curvestep_reproduction.figures.plan import Planned

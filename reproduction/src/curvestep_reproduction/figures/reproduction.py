@@ -18,8 +18,8 @@ from typing import Any
 
 from curvestep import SmoothnessFit, fit_smoothness
 from curvestep.checks import check_choice
-from curvestep.display.drawing import save
-from curvestep.display.page import write_page
+from curvestep.report.drawing import save
+from curvestep.report.page import write_page
 from curvestep.trace.run import Run, last_step, read_json, write_json
 from curvestep_reproduction.archives import KEPT
 from curvestep_reproduction.claims.claims import Claim, NotPlanned, as_markdown, decided, tally, write_claims

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from curvestep.display.views import short
+from curvestep.report.views import short
 from curvestep_reproduction.recipes import Recipe, with_fields
 from curvestep_reproduction.training.jobs import run_jobs
 from curvestep_reproduction.training.loop import train

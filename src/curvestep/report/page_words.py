@@ -16,10 +16,10 @@ import curvestep
 from curvestep.advice.advice import Advice
 from curvestep.advice.advice_words import rate_name
 from curvestep.advice.decision import CANNOT_TELL, DIVERGED
-from curvestep.display.chart import NUM_COLOURS
-from curvestep.display.markup import plain
-from curvestep.display.results import finite, stability, usable
-from curvestep.display.views import DAMAGED, RunView, Task
+from curvestep.report.chart import NUM_COLOURS
+from curvestep.report.markup import plain
+from curvestep.report.results import finite, stability, usable
+from curvestep.report.views import DAMAGED, RunView, Task
 from curvestep.trace.history import lr_of_run
 from curvestep.trace.run import Fields
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from curvestep.display import page_words, results
-from curvestep.display.chart import (
+from curvestep.report import page_words, results
+from curvestep.report.chart import (
     BOLD,
     DASHES,
     GRADIENT,
@@ -21,8 +21,8 @@ from curvestep.display.chart import (
     Chart,
     Series,
 )
-from curvestep.display.markup import plain
-from curvestep.display.views import RunView, seeds_by_setting
+from curvestep.report.markup import plain
+from curvestep.report.views import RunView, seeds_by_setting
 from curvestep.trace.run import Fields
 
 _MOST_COMPARED = 500  # points of a curve among others
@@ -65,7 +65,7 @@ class RunChart:
     draw: Callable[[RunView], Chart | None]  # None where the run has no such records
     words: Callable[[RunView], str]
     _: KW_ONLY
-    place: str = ""  # as in :class:`~curvestep.display.chart.Chart`
+    place: str = ""  # as in :class:`~curvestep.report.chart.Chart`
 
 
 def _loss(view: RunView) -> Chart | None:

@@ -13,8 +13,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
-from curvestep.display.chart import COLOURS, Chart, Series
-from curvestep.display.markup import visible
+from curvestep.report.chart import COLOURS, Chart, Series
+from curvestep.report.markup import visible
 
 ITERATIONS = "viridis"  # dark is early; grows evenly in lightness
 _PALETTE: dict[int | str, str] = {

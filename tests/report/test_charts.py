@@ -10,21 +10,21 @@ import pytest
 pytest.importorskip("plotly", reason="needs the extra `report`")
 from plotly import graph_objects
 
-from curvestep.display import page_words
-from curvestep.display.chart import BOLD, THIN, Axis, Chart, Series
-from curvestep.display.charts import (
+from curvestep.report import page_words
+from curvestep.report.chart import BOLD, THIN, Axis, Chart, Series
+from curvestep.report.charts import (
     TEMPLATE,
     comparison,
     rounded,
     run_charts,
     to_plotly,
 )
-from curvestep.display.drawing import figure_of
-from curvestep.display.results import within
-from curvestep.display.views import RunView, find_views, seeds_by_setting, tasks_of
+from curvestep.report.drawing import figure_of
+from curvestep.report.results import within
+from curvestep.report.views import RunView, find_views, seeds_by_setting, tasks_of
 from curvestep.trace.trace import Trace
-from tests.display.calibrations import make_calibration
-from tests.display.pages import make_run
+from tests.report.calibrations import make_calibration
+from tests.report.pages import make_run
 
 
 @pytest.fixture(scope="module")

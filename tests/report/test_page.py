@@ -20,18 +20,18 @@ from PIL import Image
 import curvestep as cs
 from curvestep.advice.advice import Advice, advise
 from curvestep.calibration.result import CALIBRATION, write_calibration
-from curvestep.display import page_words
-from curvestep.display.page import write_page
-from curvestep.display.page_words import code_for, verdict
-from curvestep.display.results import SHOWN_ROWS, thinned
-from curvestep.display.views import RunView, find_views, tasks_of
 from curvestep.fit.fit import fit_samples, fit_smoothness
+from curvestep.report import page_words
+from curvestep.report.page import write_page
+from curvestep.report.page_words import code_for, verdict
+from curvestep.report.results import SHOWN_ROWS, thinned
+from curvestep.report.views import RunView, find_views, tasks_of
 from curvestep.trace.run import read_json
 from curvestep.trace.schema import NONFINITE
 from curvestep.trace.trace import Trace
-from tests.display.calibrations import make_calibration
-from tests.display.pages import make_run, write_status
-from tests.display.reproductions import made_up_claim, make_reproduction, write_claims
+from tests.report.calibrations import make_calibration
+from tests.report.pages import make_run, write_status
+from tests.report.reproductions import made_up_claim, make_reproduction, write_claims
 
 HOSTILE = "<img src=x onerror=alert(1)>"
 

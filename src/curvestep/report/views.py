@@ -17,10 +17,10 @@ import numpy as np
 from curvestep.advice.advice import Advice, advise
 from curvestep.advice.decision import DIVERGED
 from curvestep.calibration.result import Calibration, read_calibration
-from curvestep.display.results import columns_of, common_threshold, finite, thinned
 from curvestep.files import read_rows
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.notes import Note
+from curvestep.report.results import columns_of, common_threshold, finite, thinned
 from curvestep.trace.clipping import clip_norms
 from curvestep.trace.history import History, clipped_share, end_of_run, lr_of_run
 from curvestep.trace.run import METRICS, TRACE, Fields, Run

@@ -18,13 +18,13 @@ from PIL import Image
 from plotly.offline import get_plotlyjs
 
 import curvestep
-from curvestep.display import page_words
-from curvestep.display.chart import Chart
-from curvestep.display.charts import TEMPLATE, comparison, run_charts, to_plotly
-from curvestep.display.markup import visible
-from curvestep.display.views import RunView, Task, find_views, fit_run, tasks_of
 from curvestep.files import write_atomically
 from curvestep.fit.fit import SmoothnessFit
+from curvestep.report import page_words
+from curvestep.report.chart import Chart
+from curvestep.report.charts import TEMPLATE, comparison, run_charts, to_plotly
+from curvestep.report.markup import visible
+from curvestep.report.views import RunView, Task, find_views, fit_run, tasks_of
 from curvestep.trace.run import Fields, Run, read_json
 from curvestep.trace.sources import CLAIMS, Place, place_of
 
@@ -120,7 +120,7 @@ def _rendered(
         drawn |= part["charts"]
     specs = {"template": TEMPLATE, "charts": {key: to_plotly(chart) for key, chart in drawn.items()}}
     environment = Environment(
-        loader=PackageLoader("curvestep.display", "template"),
+        loader=PackageLoader("curvestep.report", "template"),
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,

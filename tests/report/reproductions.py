@@ -2,10 +2,10 @@
 
 import math
 
-from curvestep.display.charts import comparison, run_charts
-from curvestep.display.views import find_views
+from curvestep.report.charts import comparison, run_charts
+from curvestep.report.views import find_views
 from curvestep.trace.run import write_json
-from tests.display.pages import make_run
+from tests.report.pages import make_run
 
 
 def made_up_claim(paper="p", verdict="reproduced"):
@@ -30,7 +30,7 @@ def write_claims(claims, folder, *, data=(), notes=()):
 
 def make_reproduction(folder):
     """A reproduction of two runs: their charts as its figures, and a claim of each verdict."""
-    from curvestep.display.drawing import figure_of, save
+    from curvestep.report.drawing import figure_of, save
 
     for setting, lr, max_norm in (("a", 0.3, 0.5), ("b", 0.1, math.inf)):
         make_run(folder / "runs" / setting, lr=lr, max_norm=max_norm, steps=100)

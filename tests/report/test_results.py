@@ -11,12 +11,12 @@ import pytest
 
 pytest.importorskip("plotly", reason="needs the extra `report`")
 import curvestep as cs
-from curvestep.display import results
-from curvestep.display.charts import run_charts
-from curvestep.display.markup import html_table
-from curvestep.display.views import find_views
-from tests.display.calibrations import make_calibration
-from tests.display.pages import make_run
+from curvestep.report import results
+from curvestep.report.charts import run_charts
+from curvestep.report.markup import html_table
+from curvestep.report.views import find_views
+from tests.report.calibrations import make_calibration
+from tests.report.pages import make_run
 
 
 @pytest.fixture(scope="module")

@@ -1,14 +1,19 @@
-"""``curvestep.report``: the page about runs, once the packages of its extra are there."""
+"""Write the page about runs: ``curvestep.report(...)``; the modules below draw results and make the page.
+
+The module can be called like its function :func:`report`, whichever of them was imported first.
+"""
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from curvestep.checks import needs_extra
 
 if TYPE_CHECKING:
-    from curvestep.display.page import Page
+    from curvestep.report.page import Page
     from curvestep.smoothness.probe import SmoothnessProbe
     from curvestep.trace.trace import Trace
 
@@ -31,5 +36,14 @@ def report(
         Where the page is (``path``), and what it says (``verdicts``, ``runs``).
     """
     with needs_extra("report"):
-        from curvestep.display.page import write_page
+        from curvestep.report.page import write_page
     return write_page(runs, output, title=title, overwrite=overwrite)
+
+
+class _CallableModule(ModuleType):
+    """A module that :func:`report` makes callable."""
+
+    __call__ = staticmethod(report)
+
+
+sys.modules[__name__].__class__ = _CallableModule

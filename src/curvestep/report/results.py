@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvestep.display.chart import GRADIENT, SHARPNESS, THIN, Axis, Chart, Series
+from curvestep.report.chart import GRADIENT, SHARPNESS, THIN, Axis, Chart, Series
 from curvestep.trace.schema import FIELDS
 
 if TYPE_CHECKING:

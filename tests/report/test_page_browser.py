@@ -10,11 +10,11 @@ import pytest
 
 pytest.importorskip("plotly", reason="needs the extra `report`")
 from curvestep.calibration.result import write_calibration
-from curvestep.display.page import write_page
+from curvestep.report.page import write_page
 from curvestep.trace.trace import Trace
-from tests.display.calibrations import make_calibration
-from tests.display.pages import make_run
-from tests.display.reproductions import make_reproduction
+from tests.report.calibrations import make_calibration
+from tests.report.pages import make_run
+from tests.report.reproductions import make_reproduction
 
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
