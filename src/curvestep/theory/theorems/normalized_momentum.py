@@ -47,14 +47,14 @@ MOST_NEGATIVE = 1_000_000  # early steps that are summed; where there are more, 
 
 
 @dataclass(frozen=True, kw_only=True)
-class Schedule:
+class MomentumSchedule:
     """Step lengths and momentum of the first T steps."""
 
     lrs: Array  # step lengths
     betas: Array  # what stays of the momentum; 0 in the first step
 
 
-def agnostic_schedule(lr: float, num_steps: int) -> Schedule:
+def agnostic_schedule(lr: float, num_steps: int) -> MomentumSchedule:
     r"""Step lengths :math:`\eta t^{-3/4}` and momentum :math:`1 - t^{-1/2}` for t = 1, …, T.
 
     Example:
@@ -63,7 +63,7 @@ def agnostic_schedule(lr: float, num_steps: int) -> Schedule:
         (array([1.   , 0.595, 0.439]), array([0.   , 0.293, 0.423]))
     """
     t = np.arange(1.0, check_count("num_steps", num_steps) + 1)
-    return Schedule(lrs=lr * t**-0.75, betas=1 - t**-0.5)
+    return MomentumSchedule(lrs=lr * t**-0.75, betas=1 - t**-0.5)
 
 
 @dataclass(frozen=True, kw_only=True)
