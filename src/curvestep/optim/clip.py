@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from curvestep.checks import check_choice, check_positive
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.optim._update import Number
 from curvestep.optim.counters import ClipStats, Spike
@@ -27,18 +26,17 @@ from curvestep.optim.record import HostStep, StepRecord
 from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
 from curvestep.tensors.distributed import local
-from curvestep.tensors.vectors import global_norm, joint, on_one_device
+from curvestep.tensors.vectors import on_one_device
 
 
 def clip(
     optimizer: Optimizer,
     max_norm: float | ClipRule,
     *,
-    what: str = "gradient",
     norm_scope: str = "global",
     nonfinite: str = "raise",
     skip_above: float | str | None = None,
-) -> Clipping | UpdateClipping:
+) -> Clipping:
     r"""Clip the norm of the gradient inside every step of ``optimizer``, and count how often that happens.
 
     For optimizers that do not clip by themselves; :class:`ClippedSGD` and :class:`ClippedAdamW` do, faster
@@ -53,9 +51,6 @@ def clip(
         max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` to count only, or a rule of
             :mod:`curvestep.clip_rules`. It becomes the entry
             ``max_norm`` of each parameter group that has none; change it there.
-        what: ``"gradient"``, or ``"update"``: then ``max_norm`` is the largest root mean square of a tensor's
-            update in units of its learning rate, and a copy of the parameters is held while a step lasts.
-            ``ClippedAdamW(update_rms=...)`` needs none.
         norm_scope: Whose norm is clipped: of all parameters (``"global"``), of each ``"group"``, or of each
             ``"tensor"``.
         nonfinite: What to do when the gradient is not finite. ``"raise"`` names the parameter and changes
@@ -85,63 +80,10 @@ def clip(
         >>> handle.clip_stats()["coefficient"], handle.clip_stats()["grad_norm"]
         (0.2, 5.0)
     """
-    if check_choice("what", what, ("gradient", "update")) == "gradient":
-        return Clipping(optimizer, max_norm, Policy(norm_scope, nonfinite, skip_above))
-    if skip_above is not None or norm_scope != "global":
-        raise ValueError(
-            '`norm_scope` and `skip_above` are for gradients: leave them out with what="update".'
-        )
-    return UpdateClipping(optimizer, max_norm)
+    return Clipping(optimizer, max_norm, Policy(norm_scope, nonfinite, skip_above))
 
 
-class _Handle:
-    """Hooks around the steps of an optimizer, and the record of these steps."""
-
-    def __init__(self, optimizer: object, way_out: str) -> None:
-        inner = check_optimizer(optimizer)  # a wrapper calls the step of the one inside it
-        if hasattr(inner, "clip_stats"):
-            raise ValueError(f"`optimizer`, a {type(inner).__name__}, clips already. {way_out}")
-        self.optimizer = inner
-        self._record = StepRecord(type(inner).__name__)
-        self._methods: dict[str, Callable[..., object]] = {"clip_stats": self.clip_stats}
-        self._hooks: list[RemovableHandle] = []
-
-    def _attach(self) -> None:
-        """Give the optimizer the methods, and follow its steps."""
-        vars(self.optimizer).update(self._methods)
-        self._hooks = [
-            self.optimizer.register_step_pre_hook(self._before),
-            self.optimizer.register_step_post_hook(self._after),
-            self.optimizer.register_state_dict_post_hook(self._save),
-            self.optimizer.register_load_state_dict_post_hook(self._load),
-        ]
-
-    def clip_stats(self, *, layers: bool = False) -> ClipStats:
-        """Last gradient norm and coefficient, and how often clipping fired, as for :class:`ClippedSGD`."""
-        return self._record.clip_stats(self.optimizer.param_groups, layers=layers)
-
-    def remove(self) -> None:
-        """Stop clipping; the optimizer is as it was before."""
-        for hook in self._hooks:
-            hook.remove()
-        for name in self._methods:
-            vars(self.optimizer).pop(name, None)
-        self._hooks, self._methods = [], {}
-
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any, /) -> Any:
-        """Look at the optimizer before a step."""
-
-    def _after(self, *_: object) -> None:
-        """Look at the optimizer after a step."""
-
-    def _save(self, optimizer: Optimizer, state: Group) -> None:
-        self._record.save(state["param_groups"])
-
-    def _load(self, optimizer: Optimizer) -> None:
-        self._record.load(optimizer.param_groups)
-
-
-class Clipping(_Handle):
+class Clipping:
     """Handle of the clipping that :func:`clip` added to an optimizer.
 
     Attributes:
@@ -149,20 +91,38 @@ class Clipping(_Handle):
     """
 
     def __init__(self, optimizer: object, max_norm: float | ClipRule, policy: Policy) -> None:
-        super().__init__(optimizer, "Set `max_norm` of its groups, or `remove()` the first `clip`.")
+        inner = check_optimizer(optimizer)  # a wrapper calls the step of the one inside it
+        if hasattr(inner, "clip_stats"):
+            raise ValueError(
+                f"`optimizer`, a {type(inner).__name__}, clips already. Set `max_norm` of its groups, or "
+                "`remove()` the first `clip`."
+            )
         if isinstance(max_norm, ClipRule):
             check_scope(max_norm, policy.norm_scope)
         else:
             clipped_step(0.0, lr=1.0, max_norm=max_norm)  # which checks it
-        self._max_norm = math.inf if _warn_of_muon(self.optimizer) else max_norm
+        self.optimizer = inner
+        self._max_norm = math.inf if _warn_of_muon(inner) else max_norm
         self._policy = policy
+        self._record = StepRecord(type(inner).__name__)
         self._hidden: list[tuple[Tensor, Tensor]] = []
-        self._methods |= {
+        self._set_max_norm(inner.param_groups)
+        self._methods: dict[str, Callable[..., object]] = {
+            "clip_stats": self.clip_stats,
             "spikes": self.spikes,
             "stop_double_clip_check": self._record.stop_double_clip_check,
         }
-        self._set_max_norm(self.optimizer.param_groups)
-        self._attach()
+        vars(inner).update(self._methods)
+        self._hooks: list[RemovableHandle] = [
+            inner.register_step_pre_hook(self._before),
+            inner.register_step_post_hook(self._after),
+            inner.register_state_dict_post_hook(self._save),
+            inner.register_load_state_dict_post_hook(self._load),
+        ]
+
+    def clip_stats(self, *, layers: bool = False) -> ClipStats:
+        """Last gradient norm and coefficient, and how often clipping fired, as for :class:`ClippedSGD`."""
+        return self._record.clip_stats(self.optimizer.param_groups, layers=layers)
 
     def spikes(self) -> list[Spike]:
         """The last steps whose gradient norm stood out, as for :class:`ClippedSGD`."""
@@ -174,7 +134,12 @@ class Clipping(_Handle):
         if self._hooks:
             for group in self.optimizer.param_groups:
                 group.pop("max_norm", None)
-        super().remove()
+        for hook in self._hooks:
+            hook.remove()
+        for name in self._methods:
+            vars(self.optimizer).pop(name, None)
+        self._hooks = []
+        self._methods = {}
 
     def _before(self, optimizer: Optimizer, args: Any, kwargs: Any, /) -> Any:
         self._after()  # a step that raised never got there
@@ -253,6 +218,9 @@ class Clipping(_Handle):
         for p, _ in self._hidden:
             p.grad = None
 
+    def _save(self, optimizer: Optimizer, state: Group) -> None:
+        self._record.save(state["param_groups"])
+
     def _load(self, optimizer: Optimizer) -> None:
         self._record.load(optimizer.param_groups, self._max_norm)
         self._set_max_norm(optimizer.param_groups)  # of a state without clipping
@@ -261,44 +229,6 @@ class Clipping(_Handle):
         """Give a threshold to the groups that have none."""
         for group in groups:
             group.setdefault("max_norm", self._max_norm)
-
-
-class UpdateClipping(_Handle):
-    """Handle of the cap that :func:`clip` with ``what="update"`` added to an optimizer.
-
-    In ``clip_stats()``, ``grad_norm`` is the norm of the update over the learning rate.
-
-    Attributes:
-        optimizer: The optimizer.
-    """
-
-    def __init__(self, optimizer: object, max_rms: float | ClipRule) -> None:
-        if isinstance(max_rms, ClipRule):
-            raise ValueError(f'`max_norm={max_rms}` is for gradients. Give a number with what="update".')
-        super().__init__(optimizer, "`remove()` that first.")
-        self._max_rms = check_positive("max_norm", max_rms)
-        self._kept: list[tuple[Group, Tensor, Tensor]] = []
-        self._attach()
-
-    def _before(self, *_: object) -> None:
-        groups = self.optimizer.param_groups
-        self._kept = [(group, p, p.detach().clone()) for group in groups for p in group["params"]]
-
-    @torch.no_grad()
-    def _after(self, *_: object) -> None:
-        """Shorten the step of each tensor that is too long; numbers stay where the parameters are."""
-        norms: list[Tensor] = []
-        factors: list[Tensor] = []
-        for group, p, before in self._kept:
-            norm = global_norm([p - before]) / group["lr"]
-            factor = (self._max_rms * max(p.numel(), 1) ** 0.5 / norm).clamp(max=1.0).nan_to_num(1.0)
-            p.copy_(torch.where((factor < 1.0).to(p.device), before + (p - before) * factor.to(p), p))
-            norms.append(norm.nan_to_num(0.0))
-            factors.append(factor)
-        self._kept = []
-        norm, fired = joint(norms), [factor < 1.0 for factor in factors]
-        counters = self._record.on_device(norm.device)
-        counters.count(norm, factors, fired, torch.zeros_like(norm), torch.ones_like(norm))
 
 
 def _without_muon(optimizer: Optimizer) -> list[Group]:
