@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from curvestep_reproduction.data.corpus import NUM_WORDS, num_train_words
-from curvestep_reproduction.models import MODELS, mean_bptt_length
+from curvestep_reproduction.models import LANGUAGE_MODELS, mean_bptt_length
 from curvestep_reproduction.recipes import ImageRecipe, LanguageRecipe, Recipe
 from curvestep_reproduction.tasks import PIECE_WORDS
 
@@ -38,7 +38,7 @@ def _seconds(recipe: Recipe) -> tuple[float, float]:
     """CPU seconds of a step and of a gradient."""
     if isinstance(recipe, LanguageRecipe):
         words = recipe.vocabulary or NUM_WORDS
-        work = MODELS[recipe.model].work(words, **recipe.options)
+        work = LANGUAGE_MODELS[recipe.model].work(words, recipe.options)
         # Larger products are faster for their size: 200/512 takes 8 times as long for 17 times the work.
         scale = (work / 259_000) ** 0.75 * recipe.batch_size * recipe.bptt / 700
         return scale * _LANGUAGE_STEP, scale * _LANGUAGE_STEP - _LANGUAGE_OVERHEAD

@@ -6,7 +6,7 @@ The LSTM language model, small or AWD-LSTM (Merity, Keskar, Socher, 2018), and R
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from typing import Any, ClassVar, Literal, NamedTuple
 
@@ -85,9 +85,11 @@ class LSTMModel(nn.Module):
         self.weight_drop = weight_drop
 
     @staticmethod
-    def work(num_words: int, *, embedding: int, hidden: int, layers: int, **_: float) -> float:
+    def work(num_words: int, options: Mapping[str, float]) -> float:
         """Multiplications a word, roughly, over that many different words: for estimates of cost."""
-        return embedding * num_words + 8 * hidden * (embedding + hidden) * (layers - 1)
+        embedding = options["embedding"]
+        hidden = options["hidden"]
+        return embedding * num_words + 8 * hidden * (embedding + hidden) * (options["layers"] - 1)
 
     def forward(self, tokens: Tensor, state: State | None = None) -> tuple[Tensor, State, Activations]:
         """Scores of the next word, shaped (time, batch, words), the state after it, and activations.
@@ -269,9 +271,12 @@ class _AllReduce(torch.autograd.Function):
 
 
 Model = type[LSTMModel] | type[ResNet20]
-MODELS: dict[str, Model] = {"lstm": LSTMModel, "awd-lstm": LSTMModel, "resnet20": ResNet20}
-"""Every model by its name in recipes. One for text takes the number of words and its options, and answers as
-:class:`LSTMModel`; one for images takes ``norm`` and its options, and answers as :class:`ResNet20`."""
+LANGUAGE_MODELS = {"lstm": LSTMModel, "awd-lstm": LSTMModel}
+"""Models for text: each takes the number of words and its options, and answers as :class:`LSTMModel`."""
+IMAGE_MODELS = {"resnet20": ResNet20}
+"""Models for images: each takes ``norm`` and its options, and answers as :class:`ResNet20`."""
+MODELS: dict[str, Model] = {**LANGUAGE_MODELS, **IMAGE_MODELS}
+"""Every model by its name in recipes."""
 
 
 def options_of(model: Model) -> dict[str, float]:

@@ -385,7 +385,7 @@ def with_fields(recipe: RecipeT, **overrides: object) -> RecipeT:
             hint = f"{nearest(name, valid)} Fields: {', '.join(valid)}."
             raise ValueError(f"Recipe {recipe.name} has no field `{name}`.{hint}")
     changes: Fields = {}
-    options = {name: value for name, value in recipe.options.items() if name in of_model}
+    options: Fields = {name: value for name, value in recipe.options.items() if name in of_model}
     for name, value in overrides.items():
         if name in of_model:
             options[name] = read_value(name, value, type(of_model[name]))
