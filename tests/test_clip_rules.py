@@ -508,7 +508,6 @@ BAD = {
         lambda: NormalizedSGD([nn.Parameter(torch.ones(1))], lr=1.0, offset=zscore()),
         "`offset` must be",
     ),
-    "differentiable": (lambda: make_sgd(max_norm=zscore(), differentiable=True), "does not support"),
     "scope": (lambda: make_sgd(max_norm=ema(), norm_scope="group"), 'Leave `norm_scope` at "global"'),
     "momentum": (lambda: make_sgd(max_norm=ema(), momentum=0.9, clip="momentum"), 'Use clip="gradient"'),
 }

@@ -360,37 +360,6 @@ def test_grad_scaler_unscales_before_the_norm_is_taken():
     assert opt.clip_stats()["grad_norm"] == pytest.approx(5.0)
 
 
-@pytest.mark.parametrize(
-    ("make", "options", "tensors"),
-    [
-        ("clipped", {}, {}),
-        ("clipped", {"momentum": 0.9, "nesterov": True, "weight_decay": 0.1}, {"lr": 0.3}),
-        ("normalized", {}, {"lr": 0.3}),
-        ("clipped", {"momentum": 0.9}, {"lr": 0.3}),
-        ("clipped", {"momentum": 0.9, "dampening": 0.5}, {"lr": 0.3, "weight_decay": 0.1}),
-        ("clipped", {}, {"weight_decay": 0.1}),
-        ("clipped", {"momentum": 0.9}, {"weight_decay": 0.1}),
-        ("adamw", {"eps": 0.1}, {"lr": 0.3}),
-        ("adamw", {"eps": 0.1, "amsgrad": True}, {"lr": 0.3}),
-        ("adamw", {"eps": 0.1}, {"beta1": 0.8, "beta2": 0.9, "weight_decay": 0.1}),
-        ("adamw", {"eps": 0.1, "amsgrad": True}, {"beta1": 0.8, "beta2": 0.9, "weight_decay": 0.1}),
-    ],
-)
-def test_gradients_flow_through_differentiable_steps(make, options, tensors):
-    def after(start, *numbers):
-        p, given = start.clone(), dict(zip(tensors, numbers, strict=True))
-        if "beta1" in given:
-            given["betas"] = (given.pop("beta1"), given.pop("beta2"))
-        opt = OPTIMIZERS[make]([p], differentiable=True, **options, **given)
-        for scale in (2.0, 0.1):
-            p.grad = scale * start**2
-            opt.step()
-        return p
-
-    numbers = [torch.tensor(number, requires_grad=True) for number in tensors.values()]
-    assert torch.autograd.gradcheck(after, (torch.tensor([3.0, 4.0], requires_grad=True), *numbers))
-
-
 def test_repr_shows_settings_and_hides_counters():
     opt = ClippedSGD(parameters((2,)), lr=0.1, max_norm=0.7)
     opt.step()
@@ -478,13 +447,7 @@ def test_plain_steps_of_large_tensors_stream_unless_the_kernel_has_two_threads(p
         ({"nonfinite": "ignore"}, ValueError, "`nonfinite` must be one of"),
         ({"capturable": True}, ValueError, '`capturable=True` cannot raise.*nonfinite="skip"'),
         ({"foreach": True, "fused": True}, RuntimeError, "cannot be `True` together"),
-        (
-            {"capturable": True, "differentiable": True, "nonfinite": "skip"},
-            RuntimeError,
-            "`capturable` does",
-        ),
-        ({"fused": True, "differentiable": True}, RuntimeError, "`fused` does not support `differentiable`"),
-        ({"foreach": True, "differentiable": True}, RuntimeError, "`foreach` does not support"),
+        ({"differentiable": True}, TypeError, "has no option `differentiable`"),
     ],
 )
 def test_wrong_arguments_are_named(make, options, error, message):

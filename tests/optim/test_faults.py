@@ -245,7 +245,6 @@ EVERYWHERE = {
     "ClippedSGD": partial(ClippedSGD, momentum=0.9),
     "by tensor": partial(ClippedSGD, norm_scope="tensor", skip_above="10x"),
     "NormalizedSGD": NormalizedSGD,
-    "differentiable": partial(ClippedSGD, differentiable=True),
     "ClippedAdamW": ClippedAdamW,
     "ClippedAdamW loop": partial(ClippedAdamW, foreach=False),
     "clip": lambda params, lr, bound: cs.clip(torch.optim.SGD(params, lr), bound).optimizer,

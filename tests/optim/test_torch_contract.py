@@ -67,7 +67,7 @@ CLASSES = {
     "ScaledSGD": (with_defaults(SoftSGD), SGD_SETTINGS),
     "ClippedAdamW": (with_defaults(ClippedAdamW), ADAMW_SETTINGS),
 }
-PATHS = ("foreach", "fused", "differentiable")
+PATHS = ("foreach", "fused")
 
 every_class = pytest.mark.parametrize(("make", "settings"), CLASSES.values(), ids=CLASSES)
 named = pytest.mark.parametrize("is_named", [True, False], ids=["named", "unnamed"])
@@ -133,7 +133,7 @@ def assert_equal(found, expected):
 @every_class
 @pytest.mark.parametrize("dimensions", [0, 1, 2])
 def test_a_tensor_is_a_learning_rate_like_a_number(make, settings, dimensions):
-    for options in on_every_path(settings, "differentiable"):
+    for options in on_every_path(settings):
         params, x = weight_and_bias(), torch.randn(5)
         twins = [Parameter(p.detach().clone()) for p in params]
         lr = torch.tensor(1e-3).reshape([1] * dimensions)
@@ -187,7 +187,7 @@ def test_a_path_matches_the_loop(make, settings, path, dtype):
 
 @every_class
 def test_complex_and_real_parameters_together(make, settings):
-    for options in on_every_path(settings, "differentiable", "fused"):
+    for options in on_every_path(settings, "fused"):
         kinds = [(torch.complex64, (10, 5)), (torch.complex64, (10,)), (torch.float32, (10, 5))]
         params = [torch.randn(shape, dtype=dtype, requires_grad=True) for dtype, shape in kinds]
 
@@ -223,7 +223,7 @@ def test_gradients_are_never_written_to_and_zero_moves_nothing(make, settings, s
     for options in on_every_path(settings):
         # Its own weight decay is 0.01, and decay moves parameters whatever the gradient.
         options = options | {"weight_decay": 0.0}
-        p = torch.randn(5, 1, requires_grad=not options["differentiable"])
+        p = torch.randn(5, 1, requires_grad=True)
         start = p.detach().clone()
         p.grad = size * torch.rand_like(p)
         optimizer, version, before = make([p], **options), p.grad._version, p.grad.clone()
@@ -241,7 +241,7 @@ def test_gradients_are_never_written_to_and_zero_moves_nothing(make, settings, s
 @named
 @loaded_into_named
 def test_state_dicts_are_deterministic(make, settings, is_named, is_named_too):
-    for options in on_every_path(settings, "differentiable"):
+    for options in on_every_path(settings):
         params, x = weight_and_bias(2, 3), torch.randn(3)
         optimizer = make(names(params, is_named), **options)
         for _ in range(4):
@@ -269,7 +269,7 @@ def test_state_dicts_are_deterministic(make, settings, is_named, is_named_too):
 @every_class
 @named
 def test_a_saved_state_dict_is_the_same_with_weights_only(make, settings, is_named):
-    for options in on_every_path(settings, "differentiable"):
+    for options in on_every_path(settings):
         params, x = weight_and_bias(2, 3), torch.randn(3)
         optimizer = make(names(params, is_named), **options)
         for _ in range(3):
@@ -283,7 +283,7 @@ def test_a_saved_state_dict_is_the_same_with_weights_only(make, settings, is_nam
 
 def stepped(make, settings):
     """Optimizers on every path after three steps, and their parameters."""
-    for options in on_every_path(settings, "differentiable"):
+    for options in on_every_path(settings):
         params, x = weight_and_bias(2, 3), torch.randn(3)
         optimizer = make(params, **options)
         backward(optimizer, *params, x)
@@ -296,7 +296,7 @@ def stepped(make, settings):
 def test_a_step_that_is_a_number_and_groups_without_later_flags_load(make, settings):
     for optimizer, params in stepped(make, settings):
         saved = copy.deepcopy(optimizer.state_dict())
-        for flag in ("foreach", "differentiable", "fused", "maximize", "capturable", "nonfinite"):
+        for flag in ("foreach", "fused", "maximize", "capturable", "nonfinite"):
             saved["param_groups"][0].pop(flag)
         for state in saved["state"].values():
             if "step" in state:

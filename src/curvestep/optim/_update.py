@@ -135,7 +135,7 @@ def collect(
     bundles: list[Bundle] = []
     for group in groups:
         rule = rule_of(group)
-        if isinstance(rule.lr, Tensor) and not group["differentiable"]:
+        if isinstance(rule.lr, Tensor):
             rule.lr = rule.lr.item() if is_readable(rule.lr) else rule.lr.view(())
         for bundle in decisions_of(group, norm_scope, partial(Bundle, rule=rule)):
             _find_state(bundle, state)
@@ -273,7 +273,7 @@ def choose_path(part: Part, group: Group) -> Path:
 
 def _is_one_by_one(part: Part, group: Group) -> bool:
     """Whether torch's functions for lists of tensors are not wanted, or not right."""
-    if group["differentiable"] or part.grads[0].layout != torch.strided:
+    if part.grads[0].layout != torch.strided:
         return True
     return group["foreach"] is False and not group["fused"]
 

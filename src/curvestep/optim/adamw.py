@@ -72,7 +72,6 @@ class ClippedAdamW(ScaledOptimizer):
         maximize: Ascend instead of descend.
         foreach: As for :class:`ClippedSGD`.
         fused: As for :class:`ClippedSGD`.
-        differentiable: Let gradients flow through the step.
         capturable: As for :class:`ClippedSGD`.
 
     Example:
@@ -193,22 +192,20 @@ class AdamWRule(Rule):
         torch._foreach_add_(part.steps, 1)
 
     def by_loop(self, part: Part, scale: Number) -> None:
-        """The formula for each parameter; what a gradient through the step needs is not overwritten."""
-        keep = torch.clone if torch.is_grad_enabled() else _itself
+        """The formula for each parameter."""
         beta1, beta2 = self.betas
         each = zip(part.params, part.grads, part.steps, part.wholes, *part.buffers, strict=True)
         for p, g, step, whole, *buffers in each:
             d = g * self.signed(scale)
             exp_avg, exp_avg_sq, *largest = buffers
             exp_avg.lerp_(d, 1 - beta1)
-            _average_squares_(exp_avg_sq, d, beta2)
-            second = keep(exp_avg_sq)
+            exp_avg_sq.mul_(beta2).addcmul_(d, d, value=1 - beta2)
+            second = exp_avg_sq
             for maximum in largest:
-                second = torch.maximum(keep(maximum), second)
-                maximum.copy_(second)
+                second = torch.maximum(maximum, exp_avg_sq, out=maximum)
             size, root = self._corrected(step, p)
             rate = self._rate(d, exp_avg_sq, root, whole)
-            direction = keep(exp_avg) / (second.sqrt() / root + self.eps)
+            direction = exp_avg / (second.sqrt() / root + self.eps)
             if self.weight_decay:
                 p.mul_(1 - self.lr * self.weight_decay * rate)
             p.sub_(direction * (size * rate))
@@ -244,14 +241,3 @@ def _scaled(grads: list[Tensor], scale: Number) -> list[Tensor]:
     if not isinstance(scale, Tensor) and scale == 1:
         return grads
     return list(torch._foreach_mul(grads, scale))
-
-
-def _average_squares_(average: Tensor, d: Tensor, beta: Number) -> None:
-    if isinstance(beta, Tensor):
-        average.mul_(beta).add_((1 - beta) * d * d)
-    else:
-        average.mul_(beta).addcmul_(d, d, value=1 - beta)
-
-
-def _itself(t: Tensor) -> Tensor:
-    return t

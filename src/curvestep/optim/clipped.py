@@ -56,7 +56,6 @@ class ClippedSGD(ScaledSGD):
         fused: Use torch's fused kernel where it is right (dense tensors of equal strides; on CPU float32
             and float64), other tensors fall back to ``foreach``. A ``torch.amp.GradScaler`` then leaves
             unscaling to the step, as with torch's fused optimizers: nothing waits for what it found.
-        differentiable: Let gradients flow through the step.
         capturable: Promise that the step can be recorded in a CUDA graph, after a few steps outside it, and
             replayed: every number stays on the device, counters among them. All parameters must be on an
             accelerator or all on CPU, and ``nonfinite`` must not be ``"raise"``. A float ``lr`` stays as it

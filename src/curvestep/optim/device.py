@@ -1,7 +1,6 @@
 """A step where numbers stay on a device: every one is a tensor, and none is read unless it has to be.
 
-So are the numbers of a step through which gradients flow. What the host decides by an ``if`` is decided here
-by a device scalar that is 1 or 0.
+What the host decides by an ``if`` is decided here by a device scalar that is 1 or 0.
 """
 # pyright: reportPrivateUsage=false, reportPrivateImportUsage=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
@@ -15,7 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from itertools import chain
 from operator import gt
-from typing import TYPE_CHECKING, TypeAlias
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -41,7 +40,6 @@ if TYPE_CHECKING:
     from curvestep.optim.record import StepRecord
     from curvestep.optim.scaled import ScaledOptimizer
 
-NormOf: TypeAlias = Callable[[list[Tensor]], Tensor]  # the norm of tensors taken as one vector
 # Raises where a graph is recorded of a step that does not promise to be capturable.
 _check_capture: Callable[[Optimizer], None] = getattr(
     Optimizer, "_accelerator_graph_capture_health_check", Optimizer._cuda_graph_capture_health_check
@@ -120,16 +118,14 @@ def _push_(rings: Tensor, values: Tensor, keep: Tensor) -> None:
     counts.add_(keep.unsqueeze(1))
 
 
-def device_norms(
-    decisions: Sequence[Decision], norm_scope: str, norm_of: NormOf = global_norm
-) -> list[Tensor]:
+def device_norms(decisions: Sequence[Decision], norm_scope: str) -> list[Tensor]:
     """One norm for each decision, where its gradients are; the same for all if the scope is global."""
     if measure_pieces(decisions):  # whose scope is global
-        norms = [torch.as_tensor(d.pieces.norm) if d.pieces else norm_of(d.grads) for d in decisions]
+        norms = [torch.as_tensor(d.pieces.norm) if d.pieces else global_norm(d.grads) for d in decisions]
         return [joint(norms)] * len(norms)
     if norm_scope == "global":
-        return [norm_of([grad for decision in decisions for grad in decision.grads])] * len(decisions)
-    return [norm_of(decision.grads) for decision in decisions]
+        return [global_norm([grad for decision in decisions for grad in decision.grads])] * len(decisions)
+    return [global_norm(decision.grads) for decision in decisions]
 
 
 @dataclass
@@ -143,7 +139,6 @@ class DeviceStep(Step):
     """
 
     norms: list[Tensor]  # of each decision; the scale of a GradScaler is taken out
-    norm_of: NormOf = global_norm
 
     def __post_init__(self) -> None:
         scale: Tensor | None = getattr(self.optimizer, "grad_scale", None)
@@ -208,7 +203,7 @@ class DeviceStep(Step):
 
     def average(self, decisions: Sequence[Decision]) -> None:
         """Clip by the norms of averages, in which the scale is no more."""
-        self.norms = device_norms(decisions, self.policy.norm_scope, self.norm_of)
+        self.norms = device_norms(decisions, self.policy.norm_scope)
         self.unscale = None
 
     def update(self, part: Part, coefficient: Tensor) -> None:
@@ -252,18 +247,12 @@ def step_on_device(
     optimizer: ScaledOptimizer, bundles: list[Bundle], policy: Policy, record: StepRecord
 ) -> None:
     """Take a step, unless the host has to know whether to leave it out and that is so."""
-    options = optimizer.defaults
-    norm_of = _differentiable_norm if options["differentiable"] else global_norm
-    norms = device_norms(bundles, policy.norm_scope, norm_of)
+    norms = device_norms(bundles, policy.norm_scope)
     _check_devices(optimizer, norms)
-    step = DeviceStep(optimizer, policy, record, bundles, norms, norm_of)
+    step = DeviceStep(optimizer, policy, record, bundles, norms)
     if step.is_guarded and _has_to_know(optimizer, bundles) and step.is_left_out():
         return
     optimizer._take(bundles, step)
-
-
-def _differentiable_norm(tensors: list[Tensor]) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(t) for t in tensors]))
 
 
 def _check_devices(optimizer: Optimizer, norms: list[Tensor]) -> None:
@@ -282,7 +271,7 @@ def _check_devices(optimizer: Optimizer, norms: list[Tensor]) -> None:
 
 def _has_to_know(optimizer: Optimizer, bundles: list[Bundle]) -> bool:
     """Whether the host has to know if the step is left out, and so to wait."""
-    if optimizer.defaults["nonfinite"] == "raise" or optimizer.defaults["differentiable"]:
+    if optimizer.defaults["nonfinite"] == "raise":
         return True
     # The first gradient that a buffer sees is not damped, so it has to be known whether it was seen.
     damped = [bundle for bundle in bundles if bundle.group.get("dampening")]

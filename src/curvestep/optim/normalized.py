@@ -38,7 +38,6 @@ class NormalizedSGD(ScaledSGD):
         maximize: Ascend instead of descend.
         foreach: As for :class:`ClippedSGD`.
         fused: As for :class:`ClippedSGD`.
-        differentiable: Let gradients flow through the step.
 
     Note:
         In :meth:`clip_stats` the coefficient is :math:`\beta/(g+\beta)`, the step size relative to that at

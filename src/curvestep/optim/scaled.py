@@ -31,7 +31,7 @@ from curvestep.tensors.distributed import in_zero_redundancy_optimizer
 Norm = TypeVar("Norm", float, Tensor)
 
 # Settings that hold for the whole optimizer: a group cannot have its own.
-_SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "differentiable", "capturable")
+_SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "capturable")
 
 
 class ScaledOptions(TypedDict, total=False):
@@ -43,21 +43,13 @@ class ScaledOptions(TypedDict, total=False):
     maximize: bool
     foreach: bool | None
     fused: bool | None
-    differentiable: bool
     capturable: bool
 
 
 _DEFAULTS: ScaledOptions = {
     "norm_scope": "global", "nonfinite": "raise", "skip_above": None, "foreach": None, "fused": None,
-    "differentiable": False, "capturable": False,
+    "capturable": False,
 }  # fmt: skip
-# Options that cannot be true together, and what is said then, as torch says it.
-_EXCLUSIVE = {
-    ("fused", "differentiable"): "`fused` does not support `differentiable`",
-    ("foreach", "differentiable"): "`foreach` does not support `differentiable`",
-    ("capturable", "differentiable"): "`capturable` does not support `differentiable`",
-    ("fused", "foreach"): "`fused` and `foreach` cannot be `True` together.",
-}
 
 
 class ScaledOptimizer(Optimizer, ABC):
@@ -88,9 +80,8 @@ class ScaledOptimizer(Optimizer, ABC):
             )
         self._policy = _policy_of(settings)
         self._record = StepRecord(type(self).__name__)
-        for (option, other), message in _EXCLUSIVE.items():
-            if settings[option] and settings[other]:
-                raise RuntimeError(message)
+        if settings["fused"] and settings["foreach"]:
+            raise RuntimeError("`fused` and `foreach` cannot be `True` together.")  # as torch says it
         if settings["capturable"] and settings["nonfinite"] == "raise":
             raise ValueError(
                 "`capturable=True` cannot raise for a gradient that is not finite: a graph reads nothing. "
@@ -227,8 +218,11 @@ class ScaledOptimizer(Optimizer, ABC):
 
     def __setstate__(self, state: Group) -> None:
         super().__setstate__(state)
-        # A state dict of an older version, or of torch's optimizer, lacks some entries.
+        # A state dict of an older version, or of torch's optimizer, lacks some entries and has others; torch
+        # adds one to the defaults.
+        self.defaults.pop("differentiable", None)
         for group in self.param_groups:
+            group.pop("differentiable", None)
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         self._policy = _policy_of(self.defaults)
@@ -240,7 +234,7 @@ class ScaledOptimizer(Optimizer, ABC):
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        with torch.set_grad_enabled(self.defaults["differentiable"]):
+        with torch.no_grad():
             bundles = collect(self.param_groups, self.state, self.rule, self._policy.norm_scope)
             if self.defaults["capturable"]:
                 _check_same_device(bundles)
@@ -275,16 +269,12 @@ class ScaledOptimizer(Optimizer, ABC):
 
 
 def reads_numbers(bundles: list[Bundle]) -> bool:
-    """Whether every number of a step is read on the host: none has to be waited for, none has a gradient."""
-    if bundles[0].group["differentiable"]:
-        return False
+    """Whether every number of a step is read on the host: none has to be waited for."""
     return all(is_on_host(bundle) and not isinstance(bundle.rule.lr, Tensor) for bundle in bundles)
 
 
 def _check_rule(rule: ClipRule, group: Group) -> None:
     """Raise where a rule cannot be followed."""
-    if group["differentiable"]:
-        raise ValueError(f"`max_norm={rule}` does not support `differentiable`. Give a number.")
     if rule.each != "norm" and group.get("clip") == "momentum":
         raise ValueError(f'`max_norm={rule}` clips gradients, not averages. Use clip="gradient".')
     check_scope(rule, group["norm_scope"])

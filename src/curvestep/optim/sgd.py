@@ -189,15 +189,13 @@ def update_loop(p: Tensor, g: Tensor, rule: SGDRule, scale: Number, buffer: Tens
     """The formula for one parameter; the gradient may be sparse."""
     d = g * rule.signed(scale)
     if rule.weight_decay:
-        # A copy, so that a gradient to the weight decay finds p as it was. In this order: dense + sparse
-        # works, sparse + dense does not.
-        d = torch.add(rule.weight_decay * p.clone(), d)
+        # In this order: dense + sparse works, sparse + dense does not.
+        d = torch.add(rule.weight_decay * p, d)
     if buffer is not None:
         buffer.mul_(rule.momentum).add_(d, alpha=1 - rule.dampening)
         d = torch.add(rule.momentum * buffer, d) if rule.nesterov else buffer
     if isinstance(rule.lr, Tensor):
-        # A copy, so that a gradient to the learning rate finds the buffer as it was.
-        p.add_(d.clone() * -rule.lr)
+        p.add_(d * -rule.lr)
     else:
         p.add_(d, alpha=-rule.lr)
 
