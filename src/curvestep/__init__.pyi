@@ -11,6 +11,7 @@ from curvestep.loaders import representative_batches as representative_batches
 from curvestep.optim.adamw import ClippedAdamW as ClippedAdamW
 from curvestep.optim.clip import clip as clip
 from curvestep.optim.clipped import ClippedSGD as ClippedSGD
+from curvestep.optim.grad_norm import clip_grad_norm_ as clip_grad_norm_
 from curvestep.optim.normalized import NormalizedSGD as NormalizedSGD
 from curvestep.optim.sgd import ScaledSGD as ScaledSGD
 from curvestep.report import report as report

@@ -362,5 +362,6 @@ def _sharded_norm(tensors: list[Any]) -> Tensor:
     placements = tuple(Replicate() if p.is_partial() else p for p in tensors[0].placements)
     local = [placed(t, placements).to_local() for t in tensors]
     square = global_norm(local).to(local[0].device) ** 2
-    parts = [Partial() if p.is_shard() else Replicate() for p in placements]
+    # Asked this way round: FSDP over tensor parallelism has shards whose `is_shard()` is False.
+    parts = [Replicate() if p.is_replicate() else Partial() for p in placements]
     return DTensor.from_local(square, mesh, parts, run_check=False).full_tensor().sqrt()
