@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from curvestep.steps import LEAST_FALL
 from curvestep.tensors.vectors import difference, dot, global_norm, precision
 
 PER_OCTAVE = 4  # lattice points in a factor of two: neighbours are a factor of 1.19 apart
@@ -25,7 +26,6 @@ LARGEST = 30 * PER_OCTAVE  # a billion units: parameters may start as small as o
 SMALLEST = -18 * PER_OCTAVE  # four millionths of a unit
 LONG_STRIDE = 2 * PER_OCTAVE  # the bracket grows by factors of four
 START = -5 * PER_OCTAVE  # first step tried: a thirty-second of the length of the parameters
-LEAST_FALL = 0.1  # of the loss over a working step, in units of step times slope
 
 Gradients = list["Tensor | None"]
 
@@ -165,39 +165,3 @@ def crossing(low: Point, high: Point) -> float:
     finite = math.isfinite(high.kappa) and math.isfinite(high.loss)
     share = min(max(min(shares), 0.0), 1.0) if finite and shares else 0.0
     return low.step * (high.step / low.step) ** share
-
-
-def working_fraction(fractions: Sequence[float], kappa: Sequence[float], efficiency: float) -> float:
-    r"""How many times a step that was taken still works, from :math:`\kappa` at ascending fractions of it.
-
-    From what a probe has measured already. Between the fractions :math:`\kappa` grows as a power of the step.
-    Beyond the last it goes on in proportion; before the first as between the first two, or in proportion
-    where it hardly grew. A loss that fell by less over the step fell early.
-
-    Args:
-        fractions: Where on the step :math:`\kappa` was measured.
-        kappa: Change of the gradient up to there, relative to the gradient.
-        efficiency: Fall of the loss over the whole step, over what the slope promises; NaN if unknown.
-
-    Example:
-        >>> working_fraction([0.5, 1.0], [0.1, 0.2], 0.9), working_fraction([0.5, 1.0], [0.1, 0.2], 0.05)
-        (5.0, 0.5)
-        >>> working_fraction([0.5, 1.0], [2.0, 3.0], 0.5), working_fraction([0.5, 1.0], [4.0, 16.0], 0.5)
-        (0.25, 0.25)
-        >>> round(working_fraction([0.5, 1.0], [0.5, 2.0], math.nan), 12)
-        0.707106781187
-    """
-    points = [Point(h, k, loss=0.0, limit=0.0) for h, k in zip(fractions, kappa, strict=True)]
-    beyond = next((i for i, point in enumerate(points) if not point.works), len(points))
-    if beyond == len(points):
-        found = fractions[-1] / max(kappa[-1], 1e-300)
-    elif beyond == 0:
-        growth = 1.0
-        if len(points) > 1:
-            growth = max(growth, math.log(kappa[1] / kappa[0]) / math.log(fractions[1] / fractions[0]))
-        found = fractions[0] * kappa[0] ** (-1 / growth)
-    else:
-        found = crossing(points[beyond - 1], points[beyond])
-    if 0 < efficiency < LEAST_FALL:
-        return min(found, efficiency / LEAST_FALL)
-    return found

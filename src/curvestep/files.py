@@ -178,7 +178,15 @@ def load_row(line: bytes) -> tuple[Row, bool]:
 
 
 def read_rows(file: BinaryIO, path: Path, *, first_line: int = 1, skip_damaged: bool = True) -> Iterator[Row]:
-    """The rows from here to the end of ``file``.
+    """The rows from here to the end of ``file``, as :func:`read_lines` finds them."""
+    for _, row in read_lines(file, path, first_line=first_line, skip_damaged=skip_damaged):
+        yield row
+
+
+def read_lines(
+    file: BinaryIO, path: Path, *, first_line: int = 1, skip_damaged: bool = True
+) -> Iterator[tuple[bytes, Row]]:
+    """The lines from here to the end of ``file`` that hold a row, each with its row.
 
     A torn last line is left out with a warning, and so is a damaged line if ``skip_damaged``; else it raises
     ``ValueError``. Rows without a checksum are read, with one warning for all of them.
@@ -195,7 +203,7 @@ def read_rows(file: BinaryIO, path: Path, *, first_line: int = 1, skip_damaged: 
             warnings.warn(f"{path}: skipped line {number}, {error}.", stacklevel=2)
             continue
         unsummed += not summed
-        yield row
+        yield line, row
     if unsummed:
         warnings.warn(
             f"{path}: {unsummed} rows have no checksum (written by hand?), so damage to them is not noticed.",

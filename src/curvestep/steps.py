@@ -26,6 +26,8 @@ else:
 
 Rule = TypeVar("Rule", bound=Callable[..., Any])
 Parameter = float | np.ndarray
+# A step works if the loss falls by this share at least of what its slope promises.
+LEAST_FALL = 0.1
 # No norm of a gradient is larger: beside an array it stands for infinity, of which the ratio would be NaN.
 _LARGEST = np.finfo(np.float64).max
 

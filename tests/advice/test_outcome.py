@@ -11,7 +11,6 @@ from curvestep import ClippedSGD, SmoothnessProbe
 from curvestep.advice.advice import advise
 from curvestep.advice.outcome import outcome_of
 from curvestep.optimizer_family import Family
-from curvestep.trace.history import History
 from tests.advice.runs import falling, trace_of
 
 
@@ -32,13 +31,13 @@ def descended(lr, *, L=4.0, steps=12, schedule=None, **options):
         with probe(loss_fn, loss=loss):
             optimizer.step()
         optimizer.zero_grad()
-    return outcome_of(History.of(probe.trace))
+    return outcome_of(probe.trace)
 
 
 @pytest.mark.parametrize(("peak", "named"), [(0.12, 0.12), (0.3, 0.1), (0.05, 0.1), (None, 0.1)])
 def test_the_peak_that_was_set_is_named_where_measured_steps_come_near_it(peak, named):
     trace = trace_of(falling(), header={"peak_lr": peak})
-    assert outcome_of(History.of(trace)).lr == named
+    assert outcome_of(trace).lr == named
     assert advise(trace).lr == named
 
 
@@ -72,7 +71,7 @@ def test_few_rows_late_in_a_run_are_its_last_loss():
     # The probe's own choice: ten rows soon, then one far away.
     trace = trace_of(falling(10, last=1.5))
     trace.append({**trace_of([0.4])[0], "step": 105})
-    run = outcome_of(History.of(trace))
+    run = outcome_of(trace)
     assert run.last_loss == 0.4
     assert run.rise == pytest.approx(-0.8)
 
@@ -89,7 +88,7 @@ def test_the_start_allows_steps_that_lower_the_loss_and_keep_the_gradient(row, f
     for k, loss in enumerate(falling(20)):
         trace.append({**trace_of([loss])[0], "step": 5 * k + 5, "kappa": 0.9, "loss_after": loss - 0.09})
     expected = 1 / 0.9 if factor is None else factor
-    assert outcome_of(History.of(trace)).start_factor == pytest.approx(expected)
+    assert outcome_of(trace).start_factor == pytest.approx(expected)
 
 
 def test_the_start_is_held_against_steps_that_momentum_has_built_up():
@@ -105,14 +104,14 @@ def test_clipping_has_a_share_and_a_threshold():
 
 
 def test_the_floor_of_clipping_needs_noise():
-    quiet = outcome_of(History.of(trace_of(falling(), clipped=True, coefficient=0.5)))
-    noisy = outcome_of(History.of(trace_of(falling(), clipped=True, coefficient=0.5, noise=2.0)))
+    quiet = outcome_of(trace_of(falling(), clipped=True, coefficient=0.5))
+    noisy = outcome_of(trace_of(falling(), clipped=True, coefficient=0.5, noise=2.0))
     assert math.isnan(quiet.floor)
     assert noisy.floor == pytest.approx(1.5)  # σ − max_norm at a threshold of 0.5
 
 
 def test_the_loss_curve():
-    run = outcome_of(History.of(trace_of([2.0, 5.0, *[1.0, 1.2] * 9, None, 1.1])))
+    run = outcome_of(trace_of([2.0, 5.0, *[1.0, 1.2] * 9, None, 1.1]))
     assert (run.first_loss, run.highest_loss, run.num_losses) == (2.0, 5.0, 21)
     assert run.last_loss == pytest.approx(np.mean([1.2, 1.0, 1.2, 1.1, 1.0]))
     assert (run.peak_rise, run.end_rise) == (1.5, pytest.approx((1.1 - 0.07 - 2.0) / 2))
@@ -126,7 +125,7 @@ def test_the_loss_curve():
     (falling()[::-1], True),
 ])  # fmt: skip
 def test_a_fall_is_told_from_noise(losses, stood_still):
-    assert outcome_of(History.of(trace_of(losses))).stood_still == stood_still
+    assert outcome_of(trace_of(losses)).stood_still == stood_still
 
 
 def test_short_steps_promise_no_fall_that_could_be_seen():
@@ -136,7 +135,7 @@ def test_short_steps_promise_no_fall_that_could_be_seen():
         trace.append(
             {"step": k, "loss": loss, "loss_after": loss - 1e-4, "grad_norm": 1.0, "step_norm": 1e-4}
         )
-    assert not outcome_of(History.of(trace)).stood_still
+    assert not outcome_of(trace).stood_still
 
 
 def test_the_last_loss_of_a_long_run_is_that_of_its_last_tenth():
@@ -159,7 +158,7 @@ def test_rows_without_lr_count_as_those_at_its_peak():
 
 
 def test_rows_without_any_loss_are_not_lost():
-    run = outcome_of(History.of(trace_of([None] * 12)))
+    run = outcome_of(trace_of([None] * 12))
     assert (run.num_losses, run.lost_at, run.num_rows) == (0, None, 12)
 
 
@@ -169,7 +168,7 @@ def test_a_run_that_begins_later_has_no_start():
     later = trace_of([])
     for row in list(trace)[3:]:
         later.append(row)
-    assert math.isnan(outcome_of(History.of(later)).start_factor)
+    assert math.isnan(outcome_of(later).start_factor)
 
 
 @pytest.mark.parametrize("key", ["optimizer", "optimizer_family"])
@@ -177,11 +176,11 @@ def test_older_headers_leave_the_optimizer_to_the_rows(key):
     trace = trace_of(falling(), optimizer="ClippedAdamW")
     for name in ("optimizer", "optimizer_family"):
         trace.header.pop(name)
-    assert outcome_of(History.of(trace)).family is Family.ADAM
+    assert outcome_of(trace).family is Family.ADAM
 
 
 def facts(trace):
-    return outcome_of(History.of(trace))
+    return outcome_of(trace)
 
 
 def test_a_failed_measurement_is_no_lost_step_and_a_gradient_that_is_not_finite_is_one():

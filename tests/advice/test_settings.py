@@ -12,7 +12,6 @@ from curvestep import SmoothnessProbe
 from curvestep.advice.advice import advise
 from curvestep.advice.decision import decide
 from curvestep.advice.settings import JudgedRun, Setting, compare, next_lr
-from curvestep.trace.history import History
 from tests.advice.runs import falling, outcome, trace_of
 
 
@@ -33,7 +32,7 @@ def tried(lr, loss):
 
 
 def settings_of(*traces):
-    return compare([History.of(trace) for trace in traces]).settings
+    return compare(traces).settings
 
 
 def kinds(advice):

@@ -11,7 +11,6 @@ import curvestep as cs
 from curvestep.advice.outcome import outcome_of
 from curvestep.report import page_words
 from curvestep.report.views import find_views, tasks_of
-from curvestep.trace.history import History
 
 ROOT = Path(__file__).parents[2]
 
@@ -58,7 +57,7 @@ def test_the_share_of_clipped_steps_is_one_number_everywhere(name, tmp_path):
     optimizer, trace = run(OPTIMIZERS[name], tmp_path)
     share = optimizer.clip_stats()["clipped_fraction"]
     assert 0.1 < share < 0.9
-    told = outcome_of(History.of(trace))
+    told = outcome_of(trace)
     assert trace.column("clipped").mean() == pytest.approx(share)
     assert torch.tensor(trace.clip_norm).isfinite().double().mean().item() == pytest.approx(share)
     assert told.clipped == pytest.approx(share)

@@ -3,7 +3,7 @@ import math
 import numpy as np
 import pytest
 
-from curvestep.trace.history import History, best_setting, clipped_share, final_loss
+from curvestep.trace.history import best_setting, clipped_share, ends_finite, final_loss
 from curvestep.trace.schema import NONFINITE
 from curvestep.trace.trace import Trace
 from tests.fit.traces import make_trace
@@ -34,10 +34,10 @@ def test_a_run_that_ends_without_a_finite_loss_has_no_final_loss(bad):
 )
 def test_a_run_that_ends_not_finite_is_known(last):
     trace = make_trace(np.arange(1.0, 41.0), np.ones(40), loss=1.0)
-    assert History.of(trace).ends_finite
+    assert ends_finite(trace)
     trace.append({"step": 99, "grad_norm": 1.0, **last})
-    assert not History.of(trace).ends_finite
-    assert not History.of(Trace()).ends_finite
+    assert not ends_finite(trace)
+    assert not ends_finite(Trace())
 
 
 def test_no_setting_without_a_finite_score_is_best():

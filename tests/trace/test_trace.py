@@ -17,7 +17,6 @@ from hypothesis import given, settings, strategies as st
 import curvestep as cs
 from curvestep.files import dump_row
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.trace.history import History
 from curvestep.trace.schema import ESTIMATORS, FAILED, FIELDS, HEADER_FIELDS, OK
 from curvestep.trace.trace import Trace
 from tests.processes import CONTEXT
@@ -464,19 +463,6 @@ def test_a_row_says_whether_it_was_clipped_and_older_rows_are_inferred():
     trace.append({"step": 3, "grad_norm": 4.0, "step_norm": 1.0, "lr": 0.5})
     trace.append({"step": 4, "grad_norm": 4.0})
     np.testing.assert_array_equal(trace.clip_norm, [2.0, np.inf, 2.0, 2.0, np.nan])
-
-
-def test_what_is_computed_from_all_rows_is_computed_once_until_a_row_comes():
-    trace, calls = filled(), []
-
-    def count():
-        return trace.cached("count", lambda: calls.append(1) or len(trace))
-
-    assert count() == count() == 3
-    trace.append({"step": 9})
-    assert count() == 4
-    assert len(calls) == 2
-    assert History.of(trace) is History.of(trace)
 
 
 def test_ok_marks_the_rows_measured_without_trouble():

@@ -29,7 +29,6 @@ from reproduction.benchmarks.calibrate.tasks import is_alive
 from curvestep.advice.advice import advise
 from curvestep.advice.outcome import Outcome, outcome_of
 from curvestep.smoothness.schedule import Schedule
-from curvestep.trace.history import History
 from curvestep.trace.trace import Trace
 
 ROW_COST = 3  # gradients, of three fractions
@@ -40,10 +39,9 @@ Adviser = Callable[[Trace], tuple[str, float]]  # what it says, and the factor o
 
 def six_lines(trace: Trace) -> tuple[str, float]:
     """The rule to beat: the loss curve first, then κ; constants set by eye on other tasks."""
-    history = History.of(trace)
-    facts: Outcome = outcome_of(history)
-    losses, kappa = history.loss, facts.kappa
-    start_factor = _in_proportion(history)
+    facts: Outcome = outcome_of(trace)
+    losses, kappa = trace.column("loss"), facts.kappa
+    start_factor = _in_proportion(trace)
     finite = np.isfinite(losses)
     first, last = losses[0], losses[finite][-max(5, len(losses) // 10) :].mean()
     highest = np.max(np.where(finite, losses, np.inf))
@@ -60,22 +58,24 @@ def six_lines(trace: Trace) -> tuple[str, float]:
     return "keep", 1.0
 
 
-def _in_proportion(history: History) -> float:
+def _in_proportion(trace: Trace) -> float:
     """Largest working step at the start over the step of the peak lr, were κ in proportion to the step."""
-    rows, factors = history.columns, []
-    momentum = float(history.header.get("momentum") or 0.0)
-    for row in range(min(5, len(history.step))):
-        kappa = (
-            rows["secants"][row] * rows["fractions"][row] * rows["step_norm"][row] / rows["grad_norm"][row]
-        )
+    factors = []
+    fractions = trace.column("fractions")
+    per_length = trace.column("secants") / trace.column("grad_norm")[:, None]
+    kappas = per_length * fractions * trace.column("step_norm")[:, None]
+    lr = trace.column("lr")
+    momentum = float(trace.header.get("momentum") or 0.0)
+    for row in range(min(5, len(trace))):
+        kappa = kappas[row]
         if not np.isfinite(kappa).all():
             break
-        works = rows["fractions"][row][0] / kappa[0]
+        works = fractions[row][0] / kappa[0]
         if kappa[0] <= 1:
-            works = float(np.interp(0.0, np.log(kappa), np.log(rows["fractions"][row])))
+            works = float(np.interp(0.0, np.log(kappa), np.log(fractions[row])))
             works = math.exp(works) if kappa[-1] > 1 else 1 / kappa[-1]
-        built_up = 1 - momentum ** (history.step[row] + 1)
-        factors.append(history.lr[row] / np.nanmax(history.lr) * built_up * works)
+        built_up = 1 - momentum ** (trace.column("step")[row] + 1)
+        factors.append(lr[row] / np.nanmax(lr) * built_up * works)
         if kappa[-1] > 1:
             break
     return float(np.median(factors)) if factors else 0.0
@@ -83,7 +83,7 @@ def _in_proportion(history: History) -> float:
 
 def ours(trace: Trace) -> tuple[str, float]:
     """What ``advise`` says."""
-    advice, lr = advise(trace), outcome_of(History.of(trace)).lr
+    advice, lr = advise(trace), outcome_of(trace).lr
     return advice.action, (advice.lr / lr if advice.lr is not None else 1.0)
 
 

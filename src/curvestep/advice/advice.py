@@ -7,16 +7,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
 from textwrap import shorten
-from typing import Protocol
+from typing import TYPE_CHECKING
 
 from curvestep.advice import advice_words as words
 from curvestep.advice.decision import CANNOT_TELL, TAKE, Condition, decide
 from curvestep.advice.outcome import Outcome, outcome_of
-from curvestep.advice.settings import Setting, compare, next_lr
 from curvestep.notes import Note
 from curvestep.report.markup import html_table
-from curvestep.trace.history import HasTrace, History, best_setting, check_trace
+from curvestep.trace.history import HasTrace, best_setting, check_trace
 from curvestep.trace.trace import Trace
+
+if TYPE_CHECKING:
+    from curvestep.advice.settings import Setting
 
 MOST_LINES = 8
 
@@ -62,16 +64,7 @@ class Advice:
         return html_table(self.verdict, table, tuple(map(str, self.warnings)))
 
 
-class HasHistory(Protocol):
-    """What was read from a trace: a fit."""
-
-    @property
-    def history(self) -> History:
-        """Every row of the trace."""
-        ...
-
-
-Source = Trace | HasTrace | HasHistory | str | Path
+Source = Trace | HasTrace | str | Path
 
 
 def advise(*runs: Source) -> Advice:
@@ -95,19 +88,12 @@ def advise(*runs: Source) -> Advice:
     """
     if not runs:
         raise ValueError("`runs` must be at least one probe, trace, fit or path, got none.")
-    histories = [_history_of(run) for run in runs]
-    used = [history for history in histories if len(history.step)] or histories[:1]
+    traces = [check_trace(run) for run in runs]
+    used = [trace for trace in traces if len(trace)] or traces[:1]
     if len(used) == 1:
         outcome = outcome_of(used[0])
         return _from_run(outcome, decide(outcome))
     return _from_several(used)
-
-
-def _history_of(run: Source) -> History:
-    history = getattr(run, "history", None)  # a fit has all rows of its trace
-    if isinstance(history, History):
-        return history
-    return History.of(check_trace(run))
 
 
 def _from_run(run: Outcome, condition: Condition, lr: float | None = None) -> Advice:
@@ -125,9 +111,11 @@ def _from_run(run: Outcome, condition: Condition, lr: float | None = None) -> Ad
     )
 
 
-def _from_several(histories: list[History]) -> Advice:
+def _from_several(traces: list[Trace]) -> Advice:
     """The best of several settings as it was run; where only one can be compared, what its runs say."""
-    comparison = compare(histories)
+    from curvestep.advice.settings import compare, next_lr  # of use to several runs only
+
+    comparison = compare(traces)
     if comparison.difference:
         verdict = words.VERDICTS["not-comparable"].format(difference=comparison.difference)
         return Advice(action=CANNOT_TELL, kind="not-comparable", verdict=verdict)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING
 
 from curvestep.advice.decision import CANNOT_TELL, DATA, DIVERGED, KEEP, LOWER, RAISE, STUCK, Condition
 from curvestep.advice.outcome import Outcome
-from curvestep.advice.settings import LeftOut, Setting
 from curvestep.notes import Note
 from curvestep.trace.schema import LEAST_ROWS
+
+if TYPE_CHECKING:
+    from curvestep.advice.settings import LeftOut, Setting
 
 MOST_LISTED = 10  # settings
 

@@ -11,12 +11,18 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from curvestep.advice.outcome import Outcome
-from curvestep.bracket import LEAST_FALL
 from curvestep.optimizer_family import Family
+from curvestep.steps import LEAST_FALL
 from curvestep.trace.schema import LEAST_ROWS
 
-KEEP, RAISE, LOWER, DIVERGED, STUCK = "keep", "raise", "lower", "diverged", "stuck"
-DATA, CANNOT_TELL, TAKE = "data", "cannot tell", "take"
+KEEP = "keep"
+RAISE = "raise"
+LOWER = "lower"
+DIVERGED = "diverged"
+STUCK = "stuck"
+DATA = "data"  # a batch or the loss was not finite
+CANNOT_TELL = "cannot tell"
+TAKE = "take"  # one of several settings
 
 # Where an answer moves lr.
 UP = "up"
@@ -88,12 +94,17 @@ def far_below(run: Outcome) -> float:
 
 def as_started(run: Outcome) -> float:
     """To what the start allowed while steps stay rather short; three times at least, a hundred at most."""
-    # Of max and min here the first argument stays where the start is not known: NaN compares to nothing.
-    return max(NEXT, min(run.start_factor / GOOD_START, GOOD_KAPPA / max(change(run), 1e-300), FAR**2))
+    if math.isnan(run.start_factor):
+        return NEXT
+    by_start = run.start_factor / GOOD_START
+    by_kappa = GOOD_KAPPA / max(change(run), 1e-300)
+    return max(NEXT, min(by_start, by_kappa, FAR**2))
 
 
 def half_way(run: Outcome) -> float:
     """Half way, on a log scale, to what the start allowed; a third at most, and where it is not known."""
+    if math.isnan(run.start_factor):
+        return 1 / NEXT
     return min(1 / NEXT, math.sqrt(run.start_factor))
 
 

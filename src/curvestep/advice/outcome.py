@@ -3,27 +3,30 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from curvestep.bracket import working_fraction
 from curvestep.optimizer_family import Family
-from curvestep.theory.theorems.clipped_sgd import clipping_floor
+from curvestep.steps import LEAST_FALL
 from curvestep.trace.history import (
-    History,
     clipped_share,
     finite_max,
     finite_mean,
     finite_min,
     header_number,
     lr_of_run,
+    optimizer_family,
+    threshold_name,
     typical,
 )
 from curvestep.trace.schema import FAILED, NONFINITE
+from curvestep.trace.trace import Trace
 
 FEW_ROWS = 5  # that a mean is taken over at least, and that belong to the start at most
+NORMAL_SPREAD = 1.05  # standard deviation over the median distance of neighbours, of normal noise
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,112 +60,196 @@ class Outcome:
     start_factor: float  # largest working step at the start over the step that the peak lr takes there
 
 
-def outcome_of(history: History) -> Outcome:
+def outcome_of(trace: Trace) -> Outcome:
     """How the run with these rows went."""
-    with np.errstate(all="ignore"):  # a lost run's numbers overflow
-        return Outcome(**_setting(history), **_loss_curve(history), **_steps(history))
+    with np.errstate(all="ignore"):  # a diverged run's numbers overflow
+        return Outcome(**_setting(trace), **_loss_curve(trace), **_steps(trace))
 
 
-def _setting(history: History) -> dict[str, Any]:
-    header, lr = history.header, lr_of_run(history.header, history.lr)
-    clip = history.clip_norm[history.ok]
-    max_norm, clipped = typical(clip, missing=math.inf), clipped_share(history.step[history.ok], clip)
-    floor, noise = math.nan, typical(history.columns["noise"])
-    if history.threshold != "max_norm":  # it shortens every step, by a rule without a corner
+def _setting(trace: Trace) -> dict[str, Any]:
+    header = trace.header
+    rates = trace.column("lr")
+    lr = lr_of_run(header, rates)
+    clip = trace.clip_norm[trace.ok]
+    clipped = clipped_share(trace.column("step")[trace.ok], clip)
+    max_norm = typical(clip, missing=math.inf)
+    threshold = threshold_name(trace)
+    floor = math.nan
+    if threshold != "max_norm":  # it shortens every step, by a rule without a corner
         older = header_number(header, "offset", missing=max_norm)
         max_norm = header_number(header, "max_norm", missing=older)
-    elif clipped > 0 and noise >= 0:
-        floor = clipping_floor(noise, max_norm)
+    elif clipped > 0:
+        floor = _floor_of_clipping(typical(trace.column("noise")), max_norm)
     return {
-        "family": history.family,
+        "family": optimizer_family(trace),
         "lr": lr,
-        "scheduled": finite_min(history.lr) < 0.9 * lr,
+        "scheduled": finite_min(rates) < 0.9 * lr,
         "max_norm": max_norm,
-        "threshold": history.threshold,
+        "threshold": threshold,
         "clipped": clipped,
         "floor": floor,
         "in_eval_mode": header.get("training_mode") is False,
     }
 
 
-def _loss_curve(history: History) -> dict[str, Any]:
-    loss, after, broken = history.loss, history.columns["loss_after"], history.columns["status"] == NONFINITE
+def _floor_of_clipping(noise: float, max_norm: float) -> float:
+    """The gradient norm below which clipping keeps noisy steps from getting; NaN where noise is not known."""
+    if not noise >= 0:
+        return math.nan
+    from curvestep.theory.theorems.clipped_sgd import clipping_floor
+
+    return clipping_floor(noise, max_norm)
+
+
+def _loss_curve(trace: Trace) -> dict[str, Any]:
+    step = trace.column("step")
+    loss = trace.column("loss")
     known = np.flatnonzero(np.isfinite(loss))
-    lost = np.flatnonzero((~np.isfinite(loss) & ~history.failed) | broken)
-    if not len(known) and not broken.any():
-        lost = lost[:0]  # nobody recorded the loss
-    sound = history.step[: np.min(lost, initial=len(loss))]
-    part = max(FEW_ROWS, len(known) // 10)
-    start, last = loss[known[:part]], loss[_later_half(known, history.step)[-part:]]
-    noise = 1.05 * typical(np.abs(np.diff(loss[known])))
-    clear = 2 * noise * math.sqrt(1 / max(1, len(start)) + 1 / max(1, len(last)))
-    num_steps = float(np.max(history.step, initial=0) - np.min(history.step, initial=math.inf))
-    own_fall = finite_mean((loss - after)[history.ok])
-    first, final = finite_mean(start[:1]), finite_mean(last)
-    highest, scale = float(np.max(loss[known], initial=-math.inf)), max(abs(first), 1e-300)
-    fell = finite_mean(start) - final > clear
+    num_averaged = max(FEW_ROWS, len(known) // 10)
+    start = loss[known[:num_averaged]]
+    end = loss[_later_half(known, step)[-num_averaged:]]
+    first = finite_mean(start[:1])
+    last = finite_mean(end)
+    highest = float(np.max(loss[known], initial=-math.inf))
+    scale = max(abs(first), 1e-300)
+    noise = NORMAL_SPREAD * typical(np.abs(np.diff(loss[known])))
+    clear = 2 * noise * math.sqrt(1 / max(1, len(start)) + 1 / max(1, len(end)))
+    fell = finite_mean(start) - last > clear
+    lost = _lost_rows(trace)
+    sound = step[: np.min(lost, initial=len(loss))]
     return {
         "num_losses": len(known),
         "first_loss": first,
-        "last_loss": final,
+        "last_loss": last,
         "highest_loss": highest,
-        "rise": (final - first) / scale,
-        "end_rise": (finite_mean(after[-1:]) - first) / scale,
+        "rise": (last - first) / scale,
+        "end_rise": (finite_mean(trace.column("loss_after")[-1:]) - first) / scale,
         "peak_rise": (highest - first) / scale,
-        "stood_still": own_fall * num_steps > clear and not fell,
+        "stood_still": _promised_fall(trace) > clear and not fell,
         "noise": noise,
-        "lost_at": int(history.step[lost[0]]) + 1 if len(lost) else None,
+        "lost_at": int(step[lost[0]]) + 1 if len(lost) else None,
         "sound_until": int(np.max(sound, initial=-1)) + 1,
     }
 
 
-def _steps(history: History) -> dict[str, Any]:
-    rows = history.columns
-    length, norm = rows["step_norm"], rows["grad_norm"]
-    kappa = np.where(np.isfinite(rows["kappa"]), rows["kappa"], rows["smoothness"] * length / norm)
-    share = history.lr / finite_max(history.lr)
+def _lost_rows(trace: Trace) -> np.ndarray:
+    """Rows whose loss or gradient is not finite; none if nobody recorded the loss."""
+    unknown = ~np.isfinite(trace.column("loss"))
+    broken = trace.column("status") == NONFINITE
+    if unknown.all() and not broken.any():
+        return np.array([], dtype=int)
+    return np.flatnonzero((unknown & ~trace.failed) | broken)
+
+
+def _promised_fall(trace: Trace) -> float:
+    """By how much the loss would have fallen if every step lowered it as it lowered that of its own batch."""
+    step = trace.column("step")
+    num_steps = float(np.max(step, initial=0) - np.min(step, initial=math.inf))
+    return num_steps * finite_mean((trace.column("loss") - trace.column("loss_after"))[trace.ok])
+
+
+def _steps(trace: Trace) -> dict[str, Any]:
+    length = trace.column("step_norm")
+    norm = trace.column("grad_norm")
+    kappa = trace.column("kappa")
+    kappa = np.where(np.isfinite(kappa), kappa, trace.column("smoothness") * length / norm)
+    rates = trace.column("lr")
+    share = rates / finite_max(rates)
     share[~np.isfinite(share)] = 1.0
-    measured = history.ok & np.isfinite(kappa)
+    measured = trace.ok & np.isfinite(kappa)
     # Of a schedule, what lies above the median is the half around its peak.
     near = np.flatnonzero(measured & (share >= typical(share)))
-    late = near[-max(FEW_ROWS, len(_later_half(near, history.step))) :]
-    cosine = np.where(np.isfinite(rows["cosine"]), rows["cosine"], 1.0)
+    late = near[-max(FEW_ROWS, len(_later_half(near, trace.column("step")))) :]
+    cosine = trace.column("cosine")
+    cosine = np.where(np.isfinite(cosine), cosine, 1.0)
     promise = cosine * norm * length
-    fall = rows["loss"] - rows["loss_after"]
+    fall = trace.column("loss") - trace.column("loss_after")
     # Without training's own loss the row holds that after the step, twice: then the trapezoidal rule.
     if not np.nanmax(np.abs(fall[late]), initial=0.0) > 0:
-        fall = promise - rows["curvature"] * length**2 / 2
+        fall = promise - trace.column("curvature") * length**2 / 2
     return {
         "num_rows": int(measured.sum()),
-        "failure": next(iter(rows["status"][history.failed]), "").removeprefix(FAILED),
+        "failure": next(iter(trace.column("status")[trace.failed]), "").removeprefix(FAILED),
         "kappa": typical(kappa[late]),
         "agreement": typical(cosine[late]),
         "efficiency": typical(fall[late]) / typical(promise[late]),
-        "start_factor": _start_factor(history, kappa, fall / promise, share),
+        "start_factor": _start_factor(trace, kappa, fall / promise, share),
     }
 
 
-def _start_factor(history: History, kappa: np.ndarray, efficiency: np.ndarray, share: np.ndarray) -> float:
+def _start_factor(trace: Trace, kappa: np.ndarray, efficiency: np.ndarray, share: np.ndarray) -> float:
     """Median over the first rows, up to the first step that does not work: beyond it the run is elsewhere."""
-    rows, fractions = history.columns, history.columns["fractions"]
-    along = np.full(fractions.shape, math.nan)  # κ at these fractions of each step
-    if along.shape == rows["secants"].shape:
-        along = rows["secants"] * fractions * rows["step_norm"][:, None] / rows["grad_norm"][:, None]
-    momentum = header_number(history.header, "momentum", missing=0.0)  # of SGD: Adam corrects for its own
-    factors: list[float] = []
-    for row, step in enumerate(history.step[:FEW_ROWS]):
-        at, values = [1.0], [float(kappa[row])]
-        known = np.isfinite(along[row]) & (along[row] > 0)
-        if known.any():
-            at, values = fractions[row][known].tolist(), along[row][known].tolist()
-        if not math.isfinite(values[0]) or history.step[0] > 0:
+    steps = trace.column("step")[:FEW_ROWS]
+    if not len(steps) or steps[0] > 0:
+        return math.nan  # the rows do not begin with the run
+    momentum = header_number(trace.header, "momentum", missing=0.0)  # of SGD: Adam corrects for its own
+    factors = []
+    for row, step in enumerate(steps):
+        fractions, values = _kappa_along(trace, row)
+        if not fractions:
+            fractions = [1.0]
+            values = [float(kappa[row])]
+        if not math.isfinite(values[0]):
             break
-        works = working_fraction(at, values, efficiency[row])
+        works = working_fraction(fractions, values, efficiency[row])
         built_up = 1 - momentum ** (step + 1)  # of the length that momentum gives to steps
         factors.append(share[row] * built_up * works)
         if works < 1:
             break
     return typical(np.array(factors))
+
+
+def _kappa_along(trace: Trace, row: int) -> tuple[list[float], list[float]]:
+    """The fractions of a step at which κ is known, and κ there."""
+    fractions = trace.column("fractions")[row]
+    secants = trace.column("secants")[row]
+    if fractions.shape != secants.shape:
+        return [], []
+    kappa = secants * fractions * trace.column("step_norm")[row] / trace.column("grad_norm")[row]
+    known = np.isfinite(kappa) & (kappa > 0)
+    return fractions[known].tolist(), kappa[known].tolist()
+
+
+def working_fraction(fractions: Sequence[float], kappa: Sequence[float], efficiency: float) -> float:
+    r"""How many times a step that was taken still works, from :math:`\kappa` at ascending fractions of it.
+
+    A step works while :math:`\kappa \le 1` and the loss falls by a tenth of what its slope promises.
+    Between the fractions :math:`\kappa` grows as a power of the step. Beyond the last it goes on in
+    proportion; before the first as between the first two, or in proportion where it hardly grew. A loss that
+    fell by less over the step fell early.
+
+    Args:
+        fractions: Where on the step :math:`\kappa` was measured.
+        kappa: Change of the gradient up to there, relative to the gradient.
+        efficiency: Fall of the loss over the whole step, over what the slope promises; NaN if unknown.
+
+    Example:
+        >>> working_fraction([0.5, 1.0], [0.1, 0.2], 0.9), working_fraction([0.5, 1.0], [0.1, 0.2], 0.05)
+        (5.0, 0.5)
+        >>> working_fraction([0.5, 1.0], [2.0, 3.0], 0.5), working_fraction([0.5, 1.0], [4.0, 16.0], 0.5)
+        (0.25, 0.25)
+        >>> round(working_fraction([0.5, 1.0], [0.5, 2.0], math.nan), 12)
+        0.707106781187
+    """
+    beyond = next((place for place, change in enumerate(kappa) if not change <= 1), len(kappa))
+    if beyond == len(kappa):
+        fraction = fractions[-1] / max(kappa[-1], 1e-300)
+    elif beyond == 0:
+        growth = 1.0
+        if len(kappa) > 1:
+            growth = max(growth, math.log(kappa[1] / kappa[0]) / math.log(fractions[1] / fractions[0]))
+        fraction = fractions[0] * kappa[0] ** (-1 / growth)
+    else:
+        low = fractions[beyond - 1]
+        below = kappa[beyond - 1]
+        above = kappa[beyond]
+        share = 0.0
+        if below > 0 and math.isfinite(above):
+            share = math.log(1 / below) / math.log(above / below)
+        fraction = low * (fractions[beyond] / low) ** share
+    if 0 < efficiency < LEAST_FALL:
+        return min(fraction, efficiency / LEAST_FALL)
+    return fraction
 
 
 def _later_half(rows: np.ndarray, steps: np.ndarray) -> np.ndarray:

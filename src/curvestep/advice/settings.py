@@ -12,7 +12,9 @@ import numpy as np
 
 from curvestep.advice.decision import CANNOT_TELL, DIVERGED, DOWN, NEXT, SAME, STUCK, Condition, decide
 from curvestep.advice.outcome import Outcome, outcome_of
-from curvestep.trace.history import History, difference_of, end_of_run, header_number, task_facts
+from curvestep.trace.history import difference_of, end_of_run, ends_finite, header_number, task_facts
+from curvestep.trace.run import RUNNING as RUN_GOES_ON, read_status
+from curvestep.trace.trace import TRACE, Trace
 
 # Share of the longest run's steps that a run must have taken. Runs at a constant rate are compared where the
 # shorter ones ended; under a schedule the loss ends lower the further it went.
@@ -121,43 +123,53 @@ class Comparison:
     difference: str = ""  # in what runs differ, where no kind of run has the majority
 
 
-def compare(histories: Sequence[History]) -> Comparison:
+def compare(traces: Sequence[Trace]) -> Comparison:
     """The settings of these runs, and the runs that cannot be compared with the others."""
-    facts = [task_facts(history) for history in histories]
+    facts = [task_facts(trace) for trace in traces]
     alike = _largest_group(facts)
     if not alike:
         differences = [difference_of(facts[0], other) for other in facts]
         return Comparison(settings=(), left_out=(), difference=next(text for text in differences if text))
-    outcomes = [outcome_of(history) for history in histories]
-    longest = max((_reach(histories[k]) for k in alike if histories[k].ends_finite), default=0.0)
-    runs: dict[int, JudgedRun] = {}
-    reasons: dict[int, str] = {}  # why a run decides nothing
-    for k, (history, outcome) in enumerate(zip(histories, outcomes, strict=True)):
-        runs[k] = JudgedRun(name=history.name or f"run {k + 1}", outcome=outcome, condition=decide(outcome))
+    runs = [_judged(trace, place) for place, trace in enumerate(traces, 1)]
+    longest = max((_reach(traces[k]) for k in alike if ends_finite(traces[k])), default=0.0)
+    left_out: list[LeftOut] = []
+    complete: list[int] = []
+    for k, run in enumerate(runs):
+        kind = ""
         if k not in alike:
-            reasons[k] = DIFFERS
-        elif runs[k].condition.action != DIVERGED:
-            reasons[k] = _why_incomplete(history, outcome, longest)
-    complete = [k for k in runs if not reasons.get(k)]
-    horizon = min((histories[k].step[-1] for k in complete if histories[k].ends_finite), default=math.inf)
+            kind = DIFFERS
+        elif run.condition.action != DIVERGED:
+            kind = _why_incomplete(traces[k], run.outcome, longest)
+        if not kind:
+            complete.append(k)
+        elif kind == DIFFERS:
+            left_out.append(LeftOut(run, kind, difference_of(facts[alike[0]], facts[k])))
+        else:
+            left_out.append(LeftOut(run, kind, _steps_taken(traces[k])))
+    horizon = min(
+        (traces[k].column("step")[-1] for k in complete if ends_finite(traces[k])), default=math.inf
+    )
     seeds: dict[tuple[str, str, bool], list[JudgedRun]] = defaultdict(list)
     for k in complete:
-        run = _with_loss(runs[k], histories[k], horizon)
+        run = _with_loss(runs[k], traces[k], horizon)
         if math.isnan(run.loss):
-            reasons[k] = NO_LOSS
+            left_out.append(LeftOut(run, NO_LOSS, _steps_taken(traces[k])))
         else:
             key = (f"{run.outcome.lr:.3g}", f"{run.outcome.max_norm:.2g}", run.outcome.scheduled)
             seeds[key].append(run)
     settings = [Setting(runs=tuple(same)) for same in seeds.values()]
     settings.sort(key=lambda setting: (setting.outcome.lr, setting.outcome.max_norm))
-    left_out = []
-    for k, kind in reasons.items():
-        fact = f"{histories[k].step[-1] + 1:.0f}"
-        if kind == DIFFERS:
-            fact = difference_of(facts[alike[0]], facts[k])
-        if kind:
-            left_out.append(LeftOut(runs[k], kind, fact))
     return Comparison(settings=tuple(settings), left_out=tuple(left_out))
+
+
+def _judged(trace: Trace, place: int) -> JudgedRun:
+    """A run and what it says alone; a trace in memory is named by its place."""
+    name = f"run {place}"
+    if trace.path is not None:
+        is_in_folder = trace.path.name == TRACE
+        name = trace.path.resolve().parent.name if is_in_folder else trace.path.name
+    outcome = outcome_of(trace)
+    return JudgedRun(name=name or f"run {place}", outcome=outcome, condition=decide(outcome))
 
 
 def _largest_group(facts: Sequence[dict[str, str]]) -> list[int]:
@@ -168,28 +180,43 @@ def _largest_group(facts: Sequence[dict[str, str]]) -> list[int]:
     return [] if rivals else largest
 
 
-def _why_incomplete(history: History, outcome: Outcome, longest: float) -> str:
+def _why_incomplete(trace: Trace, outcome: Outcome, longest: float) -> str:
     """Why a run that did not diverge cannot be compared; empty if it can."""
-    if history.is_running:
+    if _is_running(trace):
         return RUNNING
-    planned = header_number(history.header, "num_steps", missing=0.0)
-    if outcome.scheduled and _reach(history) < LEAST_SHARE_OF_SCHEDULE * max(planned, longest):
+    planned = header_number(trace.header, "num_steps", missing=0.0)
+    if outcome.scheduled and _reach(trace) < LEAST_SHARE_OF_SCHEDULE * max(planned, longest):
         return ENDED_EARLY
-    if _reach(history) < LEAST_SHARE * longest:
+    if _reach(trace) < LEAST_SHARE * longest:
         return ENDED_EARLY
     return "" if outcome.num_losses >= 2 else NO_LOSS
 
 
-def _reach(history: History) -> float:
+def _is_running(trace: Trace) -> bool:
+    """Whether the folder of the run says that it goes on."""
+    if trace.path is None or trace.path.name != TRACE:
+        return False
+    try:
+        return read_status(trace.path.parent, {}).get("status") == RUN_GOES_ON
+    except ValueError:  # a damaged file says nothing
+        return False
+
+
+def _reach(trace: Trace) -> float:
     """The step at which the next row would have come."""
-    return float(history.step[-1] + np.diff(history.step[-2:], prepend=-1)[-1])
+    step = trace.column("step")
+    return float(step[-1] + np.diff(step[-2:], prepend=-1)[-1])
 
 
-def _with_loss(run: JudgedRun, history: History, horizon: float) -> JudgedRun:
+def _steps_taken(trace: Trace) -> str:
+    return f"{trace.column('step')[-1] + 1:.0f}"
+
+
+def _with_loss(run: JudgedRun, trace: Trace, horizon: float) -> JudgedRun:
     """The run with its loss at the common step."""
     if run.condition.action == DIVERGED:
         return replace(run, loss=math.inf)
-    loss, num_averaged = end_of_run(history, horizon)
+    loss, num_averaged = end_of_run(trace, horizon)
     return replace(run, loss=loss, num_averaged=num_averaged)
 
 

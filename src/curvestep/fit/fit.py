@@ -15,14 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from curvestep.checks import check_choice
+from curvestep.checks import check_choice, check_nonnegative
 from curvestep.fit import fit_words as words
 from curvestep.fit.control import Control, control_of
 from curvestep.fit.correlation import Correlations, correlations_of
 from curvestep.fit.diagnostics import fit_warnings
-from curvestep.fit.frontier import envelope, frontier_points, quantile_line
+from curvestep.fit.frontier import envelope, frontier_points, least_L0, quantile_line
 from curvestep.fit.intervals import Interval, slope_interval
-from curvestep.fit.laws import LAWS, LawComparison, compare_laws
 from curvestep.fit.samples import (
     MOST_ROWS,
     Samples,
@@ -33,14 +32,15 @@ from curvestep.fit.samples import (
 from curvestep.fit.within import Within, mean_norms, within_steps
 from curvestep.notes import Note
 from curvestep.report.markup import html_table
-from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.theory.inequalities import sample_frontier
-from curvestep.trace.history import History, check_trace
+from curvestep.trace.history import HasTrace, check_trace
 from curvestep.trace.trace import Trace
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from curvestep.fit.laws import LawComparison
+
+LAWS = ("affine", "power", "loss")
 SATURATED = 0.95  # a control that reaches further cannot be exceeded in a way that means anything
 
 
@@ -53,8 +53,8 @@ class SmoothnessFit(Correlations):
     Hessian would show across the rows, ``within`` whether smoothness grows with the gradient norm inside
     single steps, where a constant Hessian shows nothing: the evidence that counts where it was measured.
     ``noise_scale`` is the gradient noise scale in samples of a batch, if the noise was measured. ``samples``
-    are the rows themselves, ``history`` those that could not be used, too. ``law`` is the law that was asked
-    for; of ``law="best"`` the winner's name, empty where the run does not tell; ``laws`` compares them.
+    are the rows themselves, ``trace`` has those that could not be used, too. ``law`` is the law that was
+    asked for; of ``law="best"`` the winner's name, empty where the run does not tell; ``laws`` compares them.
     """
 
     L0: float
@@ -77,9 +77,9 @@ class SmoothnessFit(Correlations):
     laws: LawComparison | None = None
 
     @property
-    def history(self) -> History:
-        """Every row of the trace, usable or not: :func:`~curvestep.advice.advice.advise` reads them."""
-        return self.samples.history
+    def trace(self) -> Trace:
+        """The trace whose rows were fitted; it may have got more since."""
+        return self.samples.trace
 
     @property
     def explained(self) -> bool:
@@ -109,8 +109,7 @@ class SmoothnessFit(Correlations):
 
     def frontier(self, L1: float) -> float:
         r"""Smallest L0 with every measured point below: :math:`\max_i(\ell_i - L_1 g_i)_+`."""
-        g, ell = zip(*self.frontier_points, strict=True)
-        return float(sample_frontier(g, ell, L1))
+        return float(least_L0(np.array(self.frontier_points), check_nonnegative("L1", L1)))
 
     def envelope(self, grad_norm: np.ndarray) -> np.ndarray:
         """The least that any pair on the frontier allows at each gradient norm: above every point."""
@@ -176,7 +175,7 @@ class SmoothnessFit(Correlations):
 
 
 def fit_smoothness(
-    trace: Trace | SmoothnessProbe | str | Path,
+    trace: Trace | HasTrace | str | Path,
     *,
     estimator: str = "smoothness",
     quantile: float = 0.95,
@@ -229,6 +228,8 @@ def fit_smoothness(
     fit = fit_samples(samples, quantile=quantile, level=level, control=control)
     if law == "affine":
         return fit
+    from curvestep.fit.laws import compare_laws
+
     laws = compare_laws(samples, level=level, loss_floor=loss_floor)
     if law == "best":
         law = laws.best

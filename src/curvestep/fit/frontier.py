@@ -8,8 +8,7 @@ below the line; the quantile line leaves a share :math:`1 - q` of them above, an
 from __future__ import annotations
 
 import numpy as np
-
-from curvestep.theory.inequalities import sample_frontier
+from numpy.typing import ArrayLike
 
 
 def frontier_points(grad_norm: np.ndarray, smoothness: np.ndarray) -> np.ndarray:
@@ -39,6 +38,18 @@ def frontier_points(grad_norm: np.ndarray, smoothness: np.ndarray) -> np.ndarray
     return np.array(hull).reshape(-1, 2)
 
 
+def least_L0(points: np.ndarray, L1: ArrayLike) -> np.ndarray:
+    r"""The least :math:`L_0` with every point below the line: :math:`\max_k(\ell_k - L_1 g_k)_+`.
+
+    Example:
+        >>> least_L0(np.array([[0.0, 1.0], [1.0, 4.0], [10.0, 20.0]]), [0.0, 2.0, 3.0])
+        array([20.,  2.,  1.])
+    """
+    g, ell = points.T
+    slopes = np.asarray(L1, dtype=float)
+    return np.maximum((ell - slopes[..., None] * g).max(axis=-1), 0.0)
+
+
 def envelope(points: np.ndarray, grad_norm: np.ndarray) -> np.ndarray:
     r"""The least smoothness bound that a valid pair (L0, L1) gives at each gradient norm.
 
@@ -56,7 +67,7 @@ def envelope(points: np.ndarray, grad_norm: np.ndarray) -> np.ndarray:
     g, ell = points.T
     edges = np.diff(ell) / np.diff(g)
     slopes = np.concatenate([[0.0], edges[edges > 0], [(ell / g).max()]])
-    intercepts = sample_frontier(g, ell, slopes)
+    intercepts = least_L0(points, slopes)
     return (intercepts[:, None] + slopes[:, None] * grad_norm).min(axis=0)
 
 

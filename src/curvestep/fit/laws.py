@@ -24,7 +24,6 @@ from curvestep.fit.samples import Samples
 from curvestep.notes import Note
 from curvestep.trace.schema import LEAST_ROWS
 
-LAWS = ("affine", "power", "loss")
 HELD_OUT = LEAST_ROWS  # blocks of consecutive rows, each predicted from the others
 # Exponents up to this, or down to its inverse, are the affine law's: halfway, in logarithms, to 2 and to ½.
 AFFINE_EXPONENT = math.sqrt(2.0)
@@ -38,7 +37,7 @@ _CONSTANT_SHARES = np.append(
 class Law:
     """A law through the middle of the rows."""
 
-    name: str  # one of LAWS
+    name: str  # "affine", "power" or "loss"
     offset: float  # L0 or H0
     slope: float  # L1, Lα or H1
     exponent: float  # α; 1 unless the law is a power

@@ -6,20 +6,20 @@ import math
 from dataclasses import dataclass, replace
 
 import numpy as np
-import torch
 
 from curvestep.checks import check_choice, check_positive
-from curvestep.trace.history import History, typical
+from curvestep.trace.history import typical
 from curvestep.trace.schema import ESTIMATORS, LEAST_ROWS
 from curvestep.trace.trace import Trace
 
 MOST_ROWS = 4000  # evenly spaced ones of a longer run bear the intervals and the control
 _LARGEST = 1e50
 _COLUMNS = (
-    "step", "loss", "grad_norm", "step_norm", "lr", "kappa", "cosine", "noise", "secants", "grad_norms",
-    "fractions", "grad_variance", "grad_signal", "eps", "self_test",
+    "step", "loss", "grad_norm", "step_norm", "lr", "cosine", "noise", "secants", "grad_norms", "fractions",
+    "grad_variance", "grad_signal",
 )  # fmt: skip
-_FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# By the type of the parameters.
+_PRECISION = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,7 +47,7 @@ class Samples:
     eps: float  # relative precision of the gradients
     self_test: float  # by how much a gradient replayed twice differs, relative to its norm; 0 if unknown
     estimator: str  # the column that ``smoothness`` is
-    history: History
+    trace: Trace  # whose rows they are; it may have got more since
 
     def __len__(self) -> int:
         return len(self.step)
@@ -96,11 +96,8 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
         ValueError: If fewer than ten are left; it says how many there were and what became of the others.
     """
     check_choice("estimator", estimator, tuple(ESTIMATORS))
-    return trace.cached(("samples", estimator), lambda: _read_samples(trace, estimator))
-
-
-def _read_samples(trace: Trace, estimator: str) -> Samples:
-    norms, smoothness = trace.column("grad_norm"), trace.column(estimator)
+    norms = trace.column("grad_norm")
+    smoothness = trace.column(estimator)
     late = _unconverged(trace, estimator)
     # Beyond 1e±50, which no float32 run reaches, squares of quotients are no longer finite.
     measured = (norms >= 1 / _LARGEST) & (norms <= _LARGEST) & (smoothness >= 0) & (smoothness <= _LARGEST)
@@ -109,22 +106,22 @@ def _read_samples(trace: Trace, estimator: str) -> Samples:
     if len(order) < LEAST_ROWS:
         raise ValueError(_too_few(trace, measured, late, estimator))
     column = {name: trace.column(name)[order] for name in _COLUMNS}
-    g, ell, kappa = column["grad_norm"], smoothness[order], column.pop("kappa")
-    rounding = {str(dtype).removeprefix("torch."): torch.finfo(dtype).eps for dtype in _FLOATS}
+    ell = smoothness[order]
+    kappa = trace.column("kappa")[order]
     dtype = str(trace.header.get("dtype")).removeprefix("torch.")
     return Samples(
-        # The header knows the parameters' type but not autocast's.
-        eps=typical(column.pop("eps"), missing=rounding.get(dtype, rounding["float32"])),
-        self_test=typical(column.pop("self_test"), missing=0.0),
         **column,
+        # The header knows the parameters' type but not autocast's.
+        eps=typical(trace.column("eps")[order], missing=_PRECISION.get(dtype, _PRECISION["float32"])),
+        self_test=typical(trace.column("self_test")[order], missing=0.0),
         smoothness=ell,
-        kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / g),
+        kappa=np.where(np.isfinite(kappa), kappa, ell * column["step_norm"] / column["grad_norm"]),
         clip_norm=trace.clip_norm[order],
         skipped=len(trace) - len(order),
         num_estimates=int((trace.ok & np.isfinite(smoothness)).sum()),
         num_unconverged=int((trace.ok & late).sum()),
         estimator=estimator,
-        history=History.of(trace),
+        trace=trace,
     )
 
 

@@ -72,5 +72,5 @@ def clip_norms(columns: Mapping[str, ArrayLike]) -> np.ndarray:
 
 def _is_adaptive(optimizer: ArrayLike) -> np.ndarray:
     names = np.asarray(optimizer, dtype=object)
-    adaptive = [family_of(name).is_adaptive for name in names.flat]
-    return np.array(adaptive, dtype=bool).reshape(names.shape)
+    adaptive = {name: family_of(name).is_adaptive for name in set(names.flat)}
+    return np.array([adaptive[name] for name in names.flat], dtype=bool).reshape(names.shape)

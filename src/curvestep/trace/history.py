@@ -1,11 +1,10 @@
-"""Every row of a trace as arrays, and the facts of the run that follow without any fitting."""
+"""Facts of a run that follow from its trace without any fitting: optimizer, final loss, clipped share."""
 
 from __future__ import annotations
 
 import math
 import reprlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -13,82 +12,33 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from curvestep.optimizer_family import Family, family_of, torch_name
-from curvestep.trace.run import RUNNING, TRACE, read_status
-from curvestep.trace.schema import FAILED, FIELDS, NONFINITE
-from curvestep.trace.trace import Trace
+from curvestep.trace.schema import FIELDS, NONFINITE
+from curvestep.trace.trace import TRACE, Trace
 
 Key = TypeVar("Key")
 # Runs that differ in one of these are not told apart by lr and threshold alone.
 _TASK_FACTS = ("model", "num_parameters", "optimizer", "momentum", "weight_decay", "batch_size")
 
 
-@dataclass(frozen=True, kw_only=True)
-class History:
-    """Every row of a trace, usable or not: how the loss went, what was set, and how the run ended."""
+def optimizer_family(trace: Trace) -> Family:
+    """How the optimizer of a run steps; an older trace has only its name."""
+    word = trace.header.get("optimizer_family")
+    if word in list(Family):
+        return Family(word)
+    names = [trace.header.get("optimizer"), *trace.column("optimizer")]
+    return family_of(next((name for name in names if name), ""))
 
-    step: np.ndarray
-    loss: np.ndarray
-    lr: np.ndarray
-    clip_norm: np.ndarray  # as ``Trace.clip_norm`` has it
-    ends_finite: bool  # the last row has a finite loss and was not marked as nonfinite
-    ok: np.ndarray  # which rows were measured without trouble
-    failed: np.ndarray  # which rows tell of a measurement that failed; they have no loss
-    columns: dict[str, np.ndarray]  # every key of the schema but the layers, as ``Trace.column`` gives it
-    header: dict[str, Any]
-    path: Path | None = None  # of the trace, if it has a file
 
-    @property
-    def name(self) -> str:
-        """The run's folder, or its file where that has a name of its own; empty of a trace in memory."""
-        if self.path is None:
-            return ""
-        return self.path.resolve().parent.name if self.path.name == TRACE else self.path.name
+def threshold_name(trace: Trace) -> str:
+    """What the optimizer calls the norm at which its rule bends; of any other ``max_norm``."""
+    older = "offset" if trace.header.get("offset") is not None else "max_norm"
+    return str(trace.header.get("threshold") or older)
 
-    @property
-    def is_running(self) -> bool:
-        """Whether the folder of the run says that it goes on."""
-        if self.path is None or self.path.name != TRACE:
-            return False
-        try:
-            return read_status(self.path.parent, {}).get("status") == RUNNING
-        except ValueError:  # a damaged file says nothing
-            return False
 
-    @property
-    def family(self) -> Family:
-        """How the optimizer steps; an older trace has only its name."""
-        word = self.header.get("optimizer_family")
-        if word in list(Family):
-            return Family(word)
-        names = [name for name in (self.header.get("optimizer"), *self.columns["optimizer"]) if name]
-        return family_of(names[0] if names else "")
-
-    @property
-    def threshold(self) -> str:
-        """What the optimizer calls the norm at which its rule bends; of any other ``max_norm``."""
-        older = "offset" if self.header.get("offset") is not None else "max_norm"
-        return str(self.header.get("threshold") or older)
-
-    @classmethod
-    def of(cls, trace: Trace) -> History:
-        """What ``trace`` holds now; rows appended to it later are not in here."""
-
-        def read() -> History:
-            loss, status = trace.column("loss"), trace.column("status")
-            return cls(
-                step=trace.column("step"),
-                loss=loss,
-                lr=trace.column("lr"),
-                clip_norm=trace.clip_norm,
-                ends_finite=len(loss) > 0 and bool(np.isfinite(loss[-1])) and status[-1] != NONFINITE,
-                ok=trace.ok,
-                failed=np.array([str(word).startswith(FAILED) for word in status], dtype=bool),
-                columns={name: trace.column(name) for name, field in FIELDS.items() if field.kind != "group"},
-                header=dict(trace.header),
-                path=trace.path,
-            )
-
-        return trace.cached("history", read)
+def ends_finite(trace: Trace) -> bool:
+    """Whether the last row has a finite loss and was not marked as not finite."""
+    loss = trace.column("loss")[-1:]
+    return bool(np.isfinite(loss).any()) and trace.column("status")[-1] != NONFINITE
 
 
 def lr_of_run(header: Mapping[str, object], rates: np.ndarray) -> float:
@@ -142,17 +92,19 @@ def finite_max(values: np.ndarray) -> float:
     return float(np.max(known)) if len(known) else math.nan
 
 
-def end_of_run(history: History, horizon: float = math.inf) -> tuple[float, float]:
+def end_of_run(trace: Trace, horizon: float = math.inf) -> tuple[float, float]:
     """The final loss up to a step, NaN if there is none, and the number of losses that it is a mean of.
 
     A probe that rests between rows keeps the mean loss since the last one: one batch would say little.
     """
-    recent, kept = history.columns["recent_loss"], (history.step <= horizon) & ~history.failed
+    step = trace.column("step")
+    recent = trace.column("recent_loss")
+    kept = (step <= horizon) & ~trace.failed
     is_mean = np.isfinite(recent)
-    loss = np.where(is_mean, recent, history.loss)[kept]
-    counts = np.where(is_mean, history.columns["recent_steps"], 1.0)[kept]
-    final = _is_final(history.step[kept])
-    return final_loss(history.step[kept], loss), float(counts[final].sum())
+    loss = np.where(is_mean, recent, trace.column("loss"))[kept]
+    counts = np.where(is_mean, trace.column("recent_steps"), 1.0)[kept]
+    final = _is_final(step[kept])
+    return final_loss(step[kept], loss), float(counts[final].sum())
 
 
 def final_loss(steps: ArrayLike, losses: ArrayLike) -> float:
@@ -169,7 +121,8 @@ def final_loss(steps: ArrayLike, losses: ArrayLike) -> float:
         >>> final_loss([0, 1], [1.0, float("inf")]), final_loss([], [])
         (nan, nan)
     """
-    step, loss = np.asarray(steps, dtype=float), np.asarray(losses, dtype=float)
+    step = np.asarray(steps, dtype=float)
+    loss = np.asarray(losses, dtype=float)
     if len(step) == 0:
         return math.nan
     final = loss[_is_final(step)]
@@ -227,11 +180,15 @@ def check_trace(trace: Trace | HasTrace | str | Path) -> Trace:
     return Trace.load(file)
 
 
-def task_facts(history: History) -> dict[str, str]:
+def task_facts(trace: Trace) -> dict[str, str]:
     """What a run was trained on and by, by its header or its middle row; what neither says is left out."""
     facts = {}
     for name in _TASK_FACTS:
-        values = [history.header[name]] if name in history.header else history.columns.get(name, ())
+        values: Sequence[Any] = ()
+        if name in trace.header:
+            values = [trace.header[name]]
+        elif name in FIELDS:
+            values = trace.column(name).tolist()
         known = [value for value in values if value is not None and value == value]  # NaN is not itself
         if not known:
             continue

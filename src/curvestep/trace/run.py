@@ -23,13 +23,12 @@ from typing import Any, Self
 import numpy as np
 
 from curvestep.files import dump_json, load_json, read_rows, take_checksum, write_atomically
-from curvestep.trace.trace import Trace
+from curvestep.trace.trace import TRACE as TRACE, Trace
 
 Fields = dict[str, Any]  # plain values by name, as in a JSON object
 
 CONFIG = "config.json"
 METRICS = "metrics.jsonl"
-TRACE = "trace.jsonl"
 STATUS = "status.json"
 PART = "-part"  # ends the split of rows from a part of the held-out data
 

@@ -8,39 +8,38 @@ A trace file is JSON Lines: a header, then one object per row, written as soon a
 
 from __future__ import annotations
 
-import copy
 import errno
-import itertools
 import math
 import platform
-import sys
 import warnings
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from functools import cache, partial
+from array import array
+from collections.abc import Iterator, Mapping
+from functools import cache
 from importlib import metadata
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
 from curvestep.checks import check_choice
-from curvestep.files import RowFile, dump_row, end_of_last_row, load_row, read_rows
+from curvestep.files import RowFile, dump_row, end_of_last_row, load_row, read_lines
 from curvestep.report.markup import html_table
 from curvestep.trace.clipping import CLIP_COLUMNS, clip_norms
-from curvestep.trace.schema import FIELDS, OK, Row
+from curvestep.trace.rows import PackedRows, columns_of, is_exact, is_list, missing_column
+from curvestep.trace.schema import FAILED, FIELDS, OK, Row
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-T = TypeVar("T")
-KeyPath = tuple[str, ...]
-
 FORMAT = "curvestep-trace"
 SCHEMA = 1
+TRACE = "trace.jsonl"  # its name in the folder of a run
+
+_MISSING: Row = dict.fromkeys(FIELDS)
 
 
 class Trace:
-    """Rows of a measured training run, as columns in memory and, with a ``path``, in a file.
+    """Rows of a measured training run, in memory and, with a ``path``, in a file; columns on demand.
 
     A file that is continued is read first: a torn last line is cut off, and a row whose step is already there
     is not written twice. ``step`` is the key of a row; the first row of a step stays.
@@ -70,11 +69,10 @@ class Trace:
         header = header or {}
         self.path: Path | None = None
         self.header = _plain({"format": FORMAT, "schema": SCHEMA, "versions": _versions(), **header})
-        # A value a row, None where it is missing and nothing after the last; in the order of first sight.
-        self._columns: dict[KeyPath, list[object]] = {}
-        self._cached: dict[Hashable, Any] = {}  # by `cached`, since the last row
-        self._length = 0
+        self._rows = PackedRows()
+        self._steps = array("d")  # one a row, NaN where it has none
         self._last_step = -math.inf
+        self._read_columns: dict[str, np.ndarray] | None = None  # since the last row
         self._file: RowFile | None = None
         self._unwritten: list[bytes] = []
         self._closed = False
@@ -100,8 +98,7 @@ class Trace:
         if len(self):
             return
         self.header = _plain({**facts, **self.header})
-        self._cached.clear()
-        self._rewrite([])
+        self._rewrite()
 
     def append(self, row: Mapping[str, object]) -> bool:
         """Add ``row`` in memory and on disk; False if its step was there already.
@@ -113,9 +110,10 @@ class Trace:
             raise ValueError("This trace is closed. Open it again with Trace(path) to append to it.")
         plain = _plain(row)
         line = dump_row(plain)  # a value that JSON has no form for is refused before anything is stored
-        added = self._add(plain)
+        added = self._add(line, _step_of(plain))
         if self._file is not None:
-            self._unwritten += [line] * added
+            if added:
+                self._unwritten.append(line)
             while self._unwritten:
                 self._file.write(self._unwritten[0])
                 del self._unwritten[0]
@@ -126,15 +124,18 @@ class Trace:
 
         For a run that goes on from an older checkpoint: what was measured after it is not part of this run.
         """
-        rows = list(map(self._row, range(len(self))))
-        kept = [row for row in rows if not _step_of(row) >= step]
-        if len(kept) < len(rows):
-            self._columns, self._length, self._last_step, self._unwritten = {}, 0, -math.inf, []
-            self._cached.clear()
-            for row in kept:
-                self._add(row)
-            self._rewrite(kept)
-        return len(rows) - len(kept)
+        old = list(zip(self._rows.lines(), self._steps, strict=True))
+        kept = [(line, at) for line, at in old if not at >= step]  # a row without a step stays
+        if len(kept) < len(old):
+            self._rows = PackedRows()
+            self._steps = array("d")
+            self._last_step = -math.inf
+            self._read_columns = None
+            self._unwritten = []
+            for line, at in kept:
+                self._add(line, at)
+            self._rewrite()
+        return len(old) - len(kept)
 
     def close(self) -> None:
         """Close the file; the rows stay readable."""
@@ -149,15 +150,16 @@ class Trace:
         self.close()
 
     def __len__(self) -> int:
-        return self._length
+        return len(self._rows)
 
     def __getitem__(self, index: int) -> Row:
         if not -len(self) <= index < len(self):
             raise IndexError(f"there is no row {index}: the trace has {len(self)}")
-        return {**dict.fromkeys(FIELDS), **self._row(index % len(self))}
+        return {**_MISSING, **self._rows[index % len(self)]}
 
     def __iter__(self) -> Iterator[Row]:
-        return map(self.__getitem__, range(len(self)))
+        for row in self._rows:
+            yield {**_MISSING, **row}
 
     def __repr__(self) -> str:
         where = "" if self.path is None else f", {str(self.path)!r}"
@@ -182,39 +184,15 @@ class Trace:
     @property
     def names(self) -> list[str]:
         """Names of the columns that occur, in the order of first sight."""
-        return list(dict.fromkeys(map("/".join, self._columns)))
+        return list(self._columns)
 
     @property
     def fractions(self) -> tuple[float, ...]:
         """The fractions of a step that all rows share, ascending; empty if they are in the rows alone."""
         given = self.header.get("fractions")
-        if not _is_list(given):
+        if not is_list(given):
             return ()
-        return tuple(map(float, given))
-
-    @property
-    def clip_norm(self) -> np.ndarray:
-        """The gradient norm at which each step was clipped, as ``clipping.clip_norms`` has it."""
-        columns = {name: self.column(name) for name in (*CLIP_COLUMNS, "optimizer")}
-        if not any(columns["optimizer"]):  # older rows leave it to the header
-            columns["optimizer"] = np.array(str(self.header.get("optimizer", "")), dtype=object)
-        return self.cached("clip_norm", lambda: clip_norms(columns))
-
-    @property
-    def spikes(self) -> list[Row]:
-        """The steps whose gradient norm stood out, as the optimizers that step logged them."""
-        return list(itertools.chain.from_iterable(filter(None, self.column("spikes"))))
-
-    def cached(self, key: Hashable, make: Callable[[], T]) -> T:
-        """``make()``, called once until a row is added: for what is computed from all rows."""
-        if key not in self._cached:
-            self._cached[key] = make()
-        return self._cached[key]
-
-    @property
-    def ok(self) -> np.ndarray:
-        """Which rows were measured without trouble (status "ok", or none given), as booleans."""
-        return np.array([status in (OK, None) for status in self._values("status")], dtype=bool)
+        return tuple(float(fraction) for fraction in given)
 
     def column(self, name: str) -> np.ndarray:
         """Values of one key, one per row: float64, read-only, NaN where missing.
@@ -222,50 +200,53 @@ class Trace:
         Lists (``secants``) are rows of two dimensions, NaN at their ends; words (``status``) and logs
         (``spikes``) objects, None where missing. A layer's: ``column("layers/encoder/smoothness")``.
         """
-        column = self.cached(("column", name), partial(self._make_column, name))
-        column.flags.writeable = False
-        return column
+        columns = self._columns
+        if name in columns:
+            return columns[name]
+        if name in FIELDS:
+            return missing_column(name, len(self), self.fractions)
+        known = ", ".join(columns) or "none yet"
+        raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
 
-    def _make_column(self, name: str) -> np.ndarray:
-        if name not in {*FIELDS, *self.names}:
-            known = ", ".join(self.names) or "none yet"
-            raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
-        values = self._values(name)
-        kind = _kind_of(name, values)
-        is_kept = _OF_KIND.get(kind, _is_number)
-        kept: list[Any] = [value if is_kept(value) else None for value in values]
-        if kind == "numbers":
-            missing = self.fractions if name == "fractions" else ()
-            lists = [found or missing for found in kept]
-            column = np.full((len(lists), max([len(self.fractions), *map(len, lists)])), math.nan)
-            for row, found in zip(column, lists, strict=True):
-                row[: len(found)] = found
-            return column
-        if kind in _OF_KIND:
-            return np.fromiter(kept, object, len(kept))
-        return np.array(kept, dtype=np.float64)
+    @property
+    def _columns(self) -> dict[str, np.ndarray]:
+        """Every column that occurs: all are read when one is asked for, and kept until a row comes."""
+        if self._read_columns is None:
+            self._read_columns = columns_of(self._rows, len(self), self.fractions)
+            for column in self._read_columns.values():
+                column.flags.writeable = False
+        return self._read_columns
 
-    def _values(self, name: str) -> Sequence[object]:
-        """One key's values as they came, None where they are missing."""
-        found = (values for path, values in self._columns.items() if "/".join(path) == name)
-        values = next(found, [])
-        return values + [None] * (self._length - len(values))
+    @property
+    def clip_norm(self) -> np.ndarray:
+        """The gradient norm at which each step was clipped, as ``clipping.clip_norms`` has it."""
+        columns = {name: self.column(name) for name in (*CLIP_COLUMNS, "optimizer")}
+        if not any(columns["optimizer"]):  # older rows leave it to the header
+            columns["optimizer"] = np.array(str(self.header.get("optimizer", "")), dtype=object)
+        return clip_norms(columns)
 
-    def _row(self, index: int) -> Row:
-        """Row ``index`` as it came, without the keys that were missing."""
-        row: Row = {}
-        for (*above, key), values in self._columns.items():
-            if index < len(values) and values[index] is not None:
-                place = row
-                for step in above:
-                    place = place.setdefault(step, {})
-                place[key] = copy.copy(values[index])
-        return row
+    @property
+    def spikes(self) -> list[Row]:
+        """The steps whose gradient norm stood out, as the optimizers that step logged them."""
+        return [spike for log in self.column("spikes") if log for spike in log]
 
-    def _rewrite(self, rows: Sequence[Row]) -> None:
-        """Replace the file, if there is one, by the header and these rows."""
+    @property
+    def ok(self) -> np.ndarray:
+        """Which rows were measured without trouble (status "ok", or none given), as booleans."""
+        status = self.column("status")
+        return (status == OK) | np.equal(status, None)
+
+    @property
+    def failed(self) -> np.ndarray:
+        """Which rows tell of a measurement that failed, as booleans; they have no loss."""
+        status = self.column("status")
+        return np.array([str(word).startswith(FAILED) for word in status], dtype=bool)
+
+    def _rewrite(self) -> None:
+        """Replace the file, if there is one, by the header and the rows."""
         if self._file is not None:
-            self._file.replace(b"".join(dump_row(row) for row in (self.header, *rows)))
+            lines = [line + b"\n" for line in self._rows.lines()]
+            self._file.replace(dump_row(self.header) + b"".join(lines))
 
     def _begin(self, file: RowFile, header: Row) -> None:
         """Write the header to a new file, or read what an older one holds."""
@@ -286,32 +267,19 @@ class Trace:
 
     def _read(self, file: BinaryIO, path: Path) -> None:
         self.header = _read_header(file.readline(), path)
-        for row in read_rows(file, path, first_line=2):
-            self._add(row)
+        for line, row in read_lines(file, path, first_line=2):
+            self._add(line, _step_of(row))
 
-    def _add(self, row: Mapping[str, object]) -> bool:
+    def _add(self, line: bytes, step: float) -> bool:
         """Append a row in memory; False if its step is there already."""
-        step = _step_of(row)
         # The usual row comes after all others; only one that steps back is looked up.
-        if step <= self._last_step and step in self._values("step"):
+        if step <= self._last_step and step in self._steps:
             return False
         self._last_step = max(self._last_step, step)  # stays where the step is NaN
-        for path, value in _cells(row):
-            values = self._columns.setdefault(path, [])
-            values += [None] * (self._length - len(values))
-            values.append(value)
-        self._length += 1
-        self._cached.clear()
+        self._rows.append(line)
+        self._steps.append(step)
+        self._read_columns = None
         return True
-
-
-def _cells(row: Mapping[str, object], above: KeyPath = ()) -> Iterator[tuple[KeyPath, object]]:
-    """Every value of a row with the path of its keys."""
-    for key, value in row.items():
-        if type(value) is dict and value:
-            yield from _cells(value, (*above, key))
-        elif value is not None:
-            yield (*above, key), value
 
 
 def _open_file(path: Path, if_exists: str) -> RowFile:
@@ -360,41 +328,7 @@ def _holds_rows(path: Path) -> bool:
 def _step_of(row: Mapping[str, object]) -> float:
     """The step of a row; NaN if it has none that is a number."""
     step = row.get("step")
-    return step if _is_exact(step) else math.nan
-
-
-def _is_exact(value: object) -> TypeGuard[float]:
-    """Whether a value is a number that float64 holds as it is."""
-    return type(value) is float or (type(value) is int and value.bit_length() <= sys.float_info.mant_dig)
-
-
-def _is_number(value: object) -> bool:
-    return type(value) is bool or _is_exact(value)
-
-
-def _is_list(value: object) -> TypeGuard[list[float]]:
-    """Whether a value is a list of numbers."""
-    return type(value) is list and all(map(_is_exact, value))
-
-
-def _is_log(value: object) -> bool:
-    """Whether a value is a list of objects that name their steps."""
-    return type(value) is list and all(type(v) is dict and _is_exact(v.get("step")) for v in value)
-
-
-def _is_word(value: object) -> bool:
-    """Whether a value is there and is no number."""
-    return value is not None and not _is_number(value)
-
-
-_OF_KIND = {"numbers": _is_list, "word": _is_word, "log": _is_log}  # of the others: numbers
-
-
-def _kind_of(name: str, values: Sequence[object]) -> str:
-    """Kind of a column, by the schema or by its values."""
-    if name in FIELDS:
-        return FIELDS[name].kind
-    return "word" if any(map(_is_word, values)) else "number"
+    return step if is_exact(step) else math.nan
 
 
 def _read_header(line: bytes, path: Path) -> Row:
@@ -421,7 +355,7 @@ def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return {str(key): _plain(v) for key, v in value.items() if v is not None}
     if isinstance(value, (list, tuple)):
-        return list(map(_plain, value))
+        return [_plain(v) for v in value]
     return value.item() if hasattr(value, "item") else value
 
 
