@@ -233,8 +233,7 @@ class Trace:
     @property
     def ok(self) -> np.ndarray:
         """Which rows were measured without trouble (status "ok", or none given), as booleans."""
-        status = self.column("status")
-        return (status == OK) | np.equal(status, None)
+        return np.array([status in (OK, None) for status in self.column("status")], dtype=bool)
 
     @property
     def failed(self) -> np.ndarray:
