@@ -156,6 +156,12 @@ def classify(model: nn.Module, batch: Batch) -> Tensor:
     return F.cross_entropy(model(batch[0]), batch[1])
 
 
+def label_entropy(labels: Tensor) -> float:
+    """The least cross-entropy of the same scores for all labels."""
+    shares = labels.bincount().double() / len(labels)
+    return -(shares * shares.clamp(min=1e-30).log()).sum().item()
+
+
 def reconstruct(model: nn.Module, batch: Batch) -> Tensor:
     """Squared error of the input."""
     return F.mse_loss(model(batch[0]), batch[0])

@@ -44,6 +44,7 @@ class Recipe:
         optimizers: Which ones it is trained with: ``"adamw"``, ``"momentum"``.
         weight_decay: Of matrices; vectors have none.
         betas: Of AdamW.
+        sgd_max_norm: Threshold of SGD's grid; default: the median gradient norm at the start.
     """
 
     task: Task
@@ -51,6 +52,7 @@ class Recipe:
     optimizers: tuple[str, ...] = ("adamw",)
     weight_decay: float = 0.1
     betas: tuple[float, float] = (0.9, 0.999)
+    sgd_max_norm: float | None = None
 
     def groups(self, model: nn.Module, decay: float) -> list[dict[str, Any]]:
         """Matrices with decay, vectors without, as transformers are trained."""

@@ -16,12 +16,14 @@ from reproduction.benchmarks.calibrate.data import (
     Task,
     classify,
     digits,
+    label_entropy,
     next_token,
     next_word,
     reconstruct,
     samples,
 )
 from reproduction.benchmarks.calibrate.judged import JUDGED, LARGE, bernoulli, matching, oscillation
+from reproduction.benchmarks.calibrate.judged_ladder import JUDGED_LADDER, LADDER_TRIVIAL, LONG
 from reproduction.benchmarks.calibrate.judged_sgd import (
     JUDGED_SGD,
     QUANTILES,
@@ -62,7 +64,7 @@ FIRST = ("ViT", "ViT as DeiT", "recommender", "word_language_model, post-norm", 
 DEVELOPMENT = sorted(
     (*SMALL, *TRANSFORMERS, *SCRIPTS, *MORE, *BATCHES), key=lambda recipe: recipe.task.name not in FIRST
 )
-RECIPES = {recipe.task.name: recipe for recipe in (*DEVELOPMENT, *JUDGED, *JUDGED_SGD)}
+RECIPES = {recipe.task.name: recipe for recipe in (*DEVELOPMENT, *JUDGED, *JUDGED_SGD, *JUDGED_LADDER, *LONG)}
 FEW_PEAKS = (LARGE,)  # four peaks and one seed: it takes an hour
 
 
@@ -73,6 +75,8 @@ def num_parameters(recipe: Recipe) -> int:
 
 def trivial_loss(recipe: Recipe, judges: list[Batch]) -> float:
     """The loss of predicting the same for every input, from the judges' own targets."""
+    if recipe.task.loss in LADDER_TRIVIAL:
+        return LADDER_TRIVIAL[recipe.task.loss](judges)
     x, y = (torch.cat([batch[i].flatten() for batch in judges]) for i in (0, 1))
     known: dict[Callable, Callable[[], float]] = {
         reconstruct: lambda: x.var().item(),
@@ -82,18 +86,13 @@ def trivial_loss(recipe: Recipe, judges: list[Batch]) -> float:
         huber: lambda: F.smooth_l1_loss(y.mean().expand_as(y), y, beta=0.5).item(),
         pinball: lambda: pinball_of(y[:, None] - y.quantile(QUANTILES)).item(),
         bernoulli: lambda: _binary(torch.cat([batch[1] for batch in judges])),
-        **dict.fromkeys((classify, next_token, next_word, smoothed), lambda: _entropy(y)),
+        **dict.fromkeys((classify, next_token, next_word, smoothed), lambda: label_entropy(y)),
     }
     if recipe.task.loss in known:
         return known[recipe.task.loss]()
     if set(y.unique().tolist()) <= {0.0, 1.0}:
         return _binary(y[:, None])
     return y.var().item()
-
-
-def _entropy(labels: Tensor) -> float:
-    shares = labels.bincount().double() / len(labels)
-    return -(shares * shares.clamp(min=1e-30).log()).sum().item()
 
 
 def _binary(bits: Tensor) -> float:
