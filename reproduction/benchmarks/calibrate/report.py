@@ -17,6 +17,7 @@ from statistics import mean, median
 
 from reproduction.benchmarks.calibrate.judged import JUDGED
 from reproduction.benchmarks.calibrate.judged_sgd import JUDGED_SGD
+from reproduction.benchmarks.calibrate.ladder_report import ladder
 from reproduction.benchmarks.calibrate.methods import BUDGETS, RIVALS, SCHEDULE, SGD_FIXED
 from reproduction.benchmarks.calibrate.run import Job, loss_of, read
 from reproduction.benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, is_alive
@@ -166,7 +167,7 @@ def failures(rows: list[Job], tasks: list[str]) -> list[str]:
 
 def report(rows: list[Job]) -> str:
     """All tables: judged tasks first."""
-    lines = ["# calibrate on every task", "", (__doc__ or "").strip(), ""]
+    lines = ["# calibrate on every task", "", (__doc__ or "").strip(), "", *ladder(rows, best_of)]
     parts = (("Judged", JUDGED), ("Judged, SGD's second rule", JUDGED_SGD), ("Development", DEVELOPMENT))
     for title, recipes in parts:
         tasks = [recipe.task.name for recipe in recipes]

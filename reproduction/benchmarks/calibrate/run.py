@@ -1,13 +1,18 @@
 """Runs of the benchmark, each once: a line of JSON in the rows' folder, safe to kill at any time.
 
     python -m reproduction.benchmarks.calibrate.run --rows FOLDER [--tasks ...]
-        --part develop | judge | judge-sgd | smoke
+        --part develop | judge | judge-sgd | judge-ladder | judge-long | smoke
 
 ``develop`` never opens a judged task; ``judge`` refuses to run with other constants than the frozen ones, and
-so does ``judge-sgd``, the tasks of SGD's second rule. ``--methods "budget 80" "budget 160" "budget 320"``
-asks AdamW's calibrate so, on tasks that are open already: a table follows from it, no rule. The
-order is: for each task, grid and calibrate on the first seed, then both on the others, then the rivals. With
-``--probe`` every run of a grid also keeps a trace of about 25 rows, for the benchmark of advise.
+so does ``judge-sgd``, the tasks of SGD's second rule. ``judge-ladder`` and ``judge-long`` compare with the
+constants in ``ladder.json``. The first runs the grid, calibrate by default and with each budget, random
+search with as many gradients, and the rivals of the kind; the second runs calibrate's rate, half, twice and
+four times it, on tasks of 5,000 steps and one seed.
+
+``--methods "budget 80" "budget 160" "budget 320"`` asks AdamW's calibrate so, on tasks that are open already:
+a table follows from it, no rule. The order is: for each task, grid and calibrate on the first seed, then both
+on the others, then the rivals. With ``--probe`` every run of a grid also keeps a trace of about 25 rows, for
+the benchmark of advise.
 """
 
 from __future__ import annotations
@@ -25,16 +30,25 @@ from typing import Any
 import torch
 from reproduction.benchmarks.calibrate.data import Batch
 from reproduction.benchmarks.calibrate.judged import JUDGED
+from reproduction.benchmarks.calibrate.judged_ladder import JUDGED_LADDER, LONG
 from reproduction.benchmarks.calibrate.judged_sgd import JUDGED_SGD
+from reproduction.benchmarks.calibrate.ladder import GRIDS, NUM_POINTS as NUM_HELD_OUT, scan
 from reproduction.benchmarks.calibrate.methods import (
     BUDGETS,
     FIRST_RATE,
     FIXED,
+    LADDER_BUDGETS,
+    LADDER_RIVALS,
+    MUON_FIXED,
+    RANDOM,
+    RANDOM_BUDGETS,
     RIVALS,
     SGD_FIXED,
     NotInstalled,
     Prepared,
+    peaks_of,
     prepare,
+    scale_rates,
     step,
 )
 from reproduction.benchmarks.calibrate.scheduled import Recipe
@@ -55,8 +69,20 @@ NUM_JUDGES = 12  # batches that the final loss is read from
 MOST_RATES = 9  # of a grid
 NUM_POINTS = 100  # of a loss curve that is kept
 NUM_PROBED = 25
-PARTS = {"develop": DEVELOPMENT, "judge": JUDGED, "judge-sgd": JUDGED_SGD}
+NUM_CURVE_JUDGES = 4  # batches that a curve of held-out loss is read from
+FACTORS = (0.5, 2.0, 4.0)  # of the long tasks, on calibrate's rate
+LADDER = "judge-ladder"
+LONG_PART = "judge-long"
+PARTS = {
+    "develop": DEVELOPMENT,
+    "judge": JUDGED,
+    "judge-sgd": JUDGED_SGD,
+    LADDER: JUDGED_LADDER,
+    LONG_PART: LONG,
+}
 FROZEN = Path(__file__).with_name("constants.json")
+FROZEN_LADDER = Path(__file__).with_name("ladder.json")
+HELD_OUT_CURVES = {recipe.task.name for recipe in (*JUDGED_LADDER, *LONG)}
 
 Job = dict[str, Any]
 
@@ -67,6 +93,25 @@ def constants() -> dict[str, Any]:
              "LONG_STEPS", "LONG_FACTOR", "CLEAR", "BLIND", "ADAM_SCALE", "ADAM_MAX_NORM")  # fmt: skip
     known = {**vars(pilots), **vars(search)}
     return {**{name: known[name] for name in names}, "CLIP_AT": list(search.CLIP_AT)}
+
+
+def ladder_constants() -> dict[str, Any]:
+    """The numbers of the ladder's rule as the package has them; whoever freezes it names them here."""
+    raise SystemExit(
+        "The ladder's rule is not frozen: `ladder_constants()` in run.py names no constants yet. "
+        f"Name them, and keep them in {FROZEN_LADDER.name}."
+    )
+
+
+def check_frozen(part: str) -> None:
+    """Refuse to judge a rule whose constants are others than the frozen ones."""
+    is_ladder = part in (LADDER, LONG_PART)
+    frozen = FROZEN_LADDER if is_ladder else FROZEN
+    current = ladder_constants() if is_ladder else constants()
+    if not frozen.exists():
+        raise SystemExit(f"{frozen.name} does not exist: freeze the rule before you judge it.")
+    if json.loads(frozen.read_text(encoding="utf-8")) != current:
+        raise SystemExit(f"The constants are {current}, and {frozen.name} has others.")
 
 
 def judged(recipe: Recipe, model: nn.Module, judges: list[Batch]) -> float:
@@ -89,7 +134,8 @@ def train(job: Job, *, steps: int | None = None, trace: Path | None = None) -> J
         prepared = prepare(recipe, job, model)
     except ValueError as error:  # a refusal is a result, too
         return {**row, "loss": None, "problem": str(error)}
-    curve = _losses(recipe, prepared, model, job["seed"], steps or recipe.task.steps, trace)
+    held_out = HeldOut(recipe, model, prepared, judges, steps or recipe.task.steps)
+    curve = _losses(recipe, prepared, model, job["seed"], steps or recipe.task.steps, trace, held_out)
     last = math.nan
     if math.isfinite(curve[-1]):
         _deploy(recipe, prepared, model, job["seed"])
@@ -97,28 +143,67 @@ def train(job: Job, *, steps: int | None = None, trace: Path | None = None) -> J
     stride = max(1, len(curve) // NUM_POINTS)
     kept = [round(loss, 5) if math.isfinite(loss) else None for loss in curve[::stride]]
     ending = {"loss": last if math.isfinite(last) else None, "spent": prepared.spent, "curve": kept}
+    if held_out.points:
+        ending["held_out"] = held_out.losses
     return {**row, **ending, "found": prepared.found, "seconds": round(time.process_time() - started, 2)}
 
 
+class HeldOut:
+    """A curve of held-out loss, read at equal distances; only the ladder's tasks have one.
+
+    Reading it changes neither the run nor its random numbers.
+    """
+
+    def __init__(
+        self, recipe: Recipe, model: nn.Module, prepared: Prepared, judges: list[Batch], steps: int
+    ) -> None:
+        self.recipe, self.model, self.prepared = recipe, model, prepared
+        self.judges = judges[:NUM_CURVE_JUDGES]
+        self.losses: list[float | None] = []
+        self.points: set[int] = set()
+        if recipe.task.name in HELD_OUT_CURVES and steps >= NUM_HELD_OUT:
+            self.points = {round((i + 1) * steps / NUM_HELD_OUT) for i in range(NUM_HELD_OUT)}
+
+    def after(self, num_steps: int) -> None:
+        """Read the loss if one is due after so many steps."""
+        if num_steps not in self.points:
+            return
+        averages = self.prepared.shape is None
+        if averages:
+            self.prepared.optimizers[0].eval()  # type: ignore[attr-defined]
+        with torch.random.fork_rng(devices=[]):
+            loss = judged(self.recipe, self.model, self.judges)
+        self.losses.append(round(loss, 6) if math.isfinite(loss) else None)
+        self.model.train()
+        if averages:
+            self.prepared.optimizers[0].train()  # type: ignore[attr-defined]
+
+
 def _losses(
-    recipe: Recipe, prepared: Prepared, model: nn.Module, seed: int, steps: int, trace: Path | None
+    recipe: Recipe,
+    prepared: Prepared,
+    model: nn.Module,
+    seed: int,
+    steps: int,
+    trace: Path | None,
+    held_out: HeldOut,
 ) -> list[float]:
     """The training losses; the last is not finite if the run was lost."""
-    optimizer, losses = prepared.optimizer, list[float]()
-    peaks = [group["lr"] for group in optimizer.param_groups]
+    optimizers, losses = prepared.optimizers, list[float]()
+    peaks = peaks_of(optimizers)
     probe = None
     if trace is not None:
         trace.parent.mkdir(parents=True, exist_ok=True)
         trace.unlink(missing_ok=True)
         probe = SmoothnessProbe(model, every=max(1, steps // NUM_PROBED), trace=trace)
-        probe.watch(optimizer)
+        probe.watch(optimizers[0])
     if prepared.shape is None:
-        optimizer.train()  # type: ignore[attr-defined]
+        optimizers[0].train()  # type: ignore[attr-defined]
     for k, batch in enumerate(islice(recipe.task.stream(seed, "training"), steps)):
         if prepared.shape is not None:
-            for group, peak in zip(optimizer.param_groups, peaks, strict=True):
-                group["lr"] = peak * prepared.shape[k]
-        optimizer.zero_grad()
+            scale_rates(optimizers, peaks, prepared.shape[k])
+        for optimizer in optimizers:
+            optimizer.zero_grad()
         closure = lambda batch=batch: recipe.task.loss(model, batch)  # noqa: E731
         loss = closure() if probe is None else probe.record(closure)
         losses.append(loss.item())
@@ -126,13 +211,14 @@ def _losses(
             break
         loss.backward()
         step(prepared, model, loss)
+        held_out.after(k + 1)
     return losses
 
 
 def _deploy(recipe: Recipe, prepared: Prepared, model: nn.Module, seed: int) -> None:
     """Schedule-free's README: its average, and BatchNorm's statistics for it."""
     if prepared.shape is None:
-        prepared.optimizer.eval()  # type: ignore[attr-defined]
+        prepared.optimizers[0].eval()  # type: ignore[attr-defined]
         if any(isinstance(m, nn.modules.batchnorm._BatchNorm) for m in model.modules()):
             with torch.no_grad():
                 for batch in islice(recipe.task.stream(seed, "measuring"), 50):
@@ -179,9 +265,11 @@ class Rows:
         return self.rows[key(job)]
 
     def _same(self, job: Job) -> Job | None:
-        """A fixed rate that is a point of the grid is that very run."""
+        """A fixed rate that is a point of the grid is that very run, if the grid clips as it does."""
         same = self.rows.get(key({**job, "method": "grid"}))
-        return {**same, "method": job["method"]} if same and job["method"] in FIXED else None
+        unclipped = RECIPES[job["task"]].sgd_max_norm == math.inf and job["method"] in SGD_FIXED
+        is_point = unclipped or job["method"] in FIXED or job["method"] in MUON_FIXED
+        return {**same, "method": job["method"]} if same and is_point else None
 
     def _train(self, job: Job) -> Job:
         name = "".join(c if c.isalnum() else "-" for c in f"{job['task']}-{job['kind']}-{job.get('lr')}")
@@ -244,6 +332,43 @@ def run_task(rows: Rows, recipe: Recipe, seeds: tuple[int, ...], methods: list[s
                 break
 
 
+def run_ladder(rows: Rows, recipe: Recipe, seeds: tuple[int, ...], methods: list[str] | None) -> None:
+    """The grid, calibrate with each budget, random search with the same, and the rivals of each kind."""
+    task = recipe.task.name
+    fixed = {**FIXED, **SGD_FIXED, **MUON_FIXED}
+    for kind in recipe.optimizers:
+        run = lambda lr, seed: loss_of(rows.run(task=task, kind=kind, method="grid", seed=seed, lr=lr))  # noqa: B023, E731
+        if methods is None or "grid" in methods:
+            scan(run, GRIDS[kind], seeds)
+        for method in ("calibrate", RANDOM, *LADDER_BUDGETS, *RANDOM_BUDGETS, *LADDER_RIVALS[kind]):
+            for seed in seeds if methods is None or method in methods else ():
+                job: Job = {"task": task, "kind": kind, "method": method, "seed": seed}
+                if method in fixed:
+                    job["lr"] = fixed[method]
+                if method == RANDOM:
+                    job["budget"] = rows.run(**{**job, "method": "calibrate"})["spent"]
+                try:
+                    rows.run(**job)
+                except NotInstalled as reason:
+                    print(reason, flush=True)
+                    break
+
+
+def run_long(rows: Rows, recipe: Recipe, seeds: tuple[int, ...]) -> None:
+    """calibrate, and multiples of its rate with its threshold."""
+    kind = recipe.optimizers[0]
+    for seed in seeds:
+        name = {"task": recipe.task.name, "kind": kind, "seed": seed}
+        answer = rows.run(**name, method="calibrate")["found"]
+        for factor in FACTORS:
+            max_norm = answer["max_norm"]
+            is_clipped = max_norm is not None and math.isfinite(max_norm)
+            rows.run(
+                **name, method=f"answer x {factor:g}", lr=factor * answer["lr"],
+                max_norm=max_norm if is_clipped else None,
+            )  # fmt: skip
+
+
 def smoke(recipe: Recipe) -> float:
     """Two steps of a task, forgotten: the seconds of one."""
     started = time.process_time()
@@ -260,10 +385,8 @@ def main() -> None:
     parser.add_argument("--rows", type=Path, required=True, help="folder of the cached runs")
     parser.add_argument("--part", choices=(*PARTS, "smoke"), required=True)
     parser.add_argument("--tasks", nargs="+", choices=list(RECIPES), metavar="TASK")
-    parser.add_argument(
-        "--methods", nargs="+", default=["calibrate", "grid", *RIVALS, *SGD_FIXED], metavar="METHOD"
-    )
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--methods", nargs="+", metavar="METHOD", help="default: all of the part")
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: 1 2 3, and 1 for long tasks")
     parser.add_argument("--probe", action="store_true", help="keep traces of the grid's runs")
     options = parser.parse_args()
     recipes = PARTS.get(options.part, RECIPES.values())
@@ -272,11 +395,18 @@ def main() -> None:
         for recipe in chosen:
             print(f"{recipe.task.name}: {num_parameters(recipe):,} parameters, {smoke(recipe):.3f} s a step")
         return
-    if options.part.startswith("judge") and json.loads(FROZEN.read_text()) != constants():
-        raise SystemExit(f"The constants are {constants()}, and {FROZEN.name} has others.")
+    if options.part.startswith("judge"):
+        check_frozen(options.part)
     rows = Rows(options.rows, probe=options.probe)
+    seeds = tuple(options.seeds or (SEEDS[:1] if options.part == LONG_PART else SEEDS))
     for recipe in chosen:
-        run_task(rows, recipe, tuple(options.seeds), options.methods)
+        if options.part == LADDER:
+            run_ladder(rows, recipe, seeds, options.methods)
+        elif options.part == LONG_PART:
+            run_long(rows, recipe, seeds)
+        else:
+            methods = options.methods or ["calibrate", "grid", *RIVALS, *SGD_FIXED]
+            run_task(rows, recipe, seeds, methods)
 
 
 if __name__ == "__main__":
