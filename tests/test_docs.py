@@ -106,6 +106,7 @@ def commands():
     """Every command line in a fenced block or between backquotes, with the page it stands on."""
     for page in PAGES:
         text = page.read_text(encoding="utf-8")
+        text = re.sub(r"^```diff\n.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)  # not there yet
         fenced = [
             line
             for block in re.findall(r"^```\w*\n(.*?)^```", text, re.DOTALL | re.MULTILINE)

@@ -97,8 +97,8 @@ def test_calibration_gives_an_own_rule_a_threshold_of_its_own():
     assert optimizer.param_groups[0]["lr"] == found.lr
 
 
-def test_the_optimizer_of_contributing_follows_its_formula():
-    names = code_of("CONTRIBUTING.md")
+def test_the_optimizer_of_the_guide_follows_its_formula():
+    names = code_of("docs/extend.md")
     p = torch.nn.Parameter(torch.zeros(2))
     p.grad = torch.tensor([3.0, 4.0])
     opt = names["RootSGD"]([p], lr=1.0, scale=1.0, momentum=0.9)

@@ -1,0 +1,95 @@
+"""Every change that docs/extend.md teaches touches few files; on a copy of the tree its tests pass."""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from statistics import fmean
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SOURCES = ("src/", "reproduction/src/")
+MOST_FILES = 3  # of the source, for one change
+MEAN_FILES = 2.0
+CHANGES = (
+    "A step rule", "A clip rule", "A column of a row", "A warning", "A logger", "An estimator", "A figure",
+    "A claim", "A recipe", "A theorem", "A command",
+)  # fmt: skip
+LEFT_OUT = {".png", ".svg", ".xz", ".npz", ".woff2", ".ipynb"}  # large files that no test of a change reads
+
+
+def patches():
+    """The patch of each section of the page, and the arguments of pytest below it."""
+    page = (ROOT / "docs" / "extend.md").read_text(encoding="utf-8")
+    found = {}
+    for section in page.split("\n### ")[1:]:
+        patch = re.search(r"^```diff\n(.*?)^```", section, re.DOTALL | re.MULTILINE)
+        command = re.search(r"`python -m pytest ([^`]+)`", section)
+        if patch and command:
+            found[section.partition("\n")[0]] = (patch.group(1), shlex.split(command.group(1)))
+    return found
+
+
+def source_files(patch):
+    """The files of the two packages that a patch touches."""
+    files = re.findall(r"^\+\+\+ (\S+)$", patch, re.MULTILINE)
+    return [file for file in files if file.startswith(SOURCES)]
+
+
+@pytest.fixture(scope="module")
+def tree(tmp_path_factory):
+    """The files of the repository, without pictures and kept runs."""
+    folder = tmp_path_factory.mktemp("extend") / "tree"
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
+    try:
+        listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("needs git, and a checkout")
+    for name in listed.split("\0"):
+        source = ROOT / name
+        if source.is_file() and source.suffix not in LEFT_OUT:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, folder / name)
+    return folder
+
+
+def test_the_page_has_a_patch_for_every_change():
+    assert tuple(patches()) == CHANGES
+
+
+def test_a_change_touches_three_source_files_at_most_and_two_in_the_mean():
+    counts = {name: len(source_files(patch)) for name, (patch, _) in patches().items()}
+    assert 1 <= min(counts.values())
+    assert max(counts.values()) <= MOST_FILES, counts
+    assert fmean(counts.values()) <= MEAN_FILES, counts
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CHANGES)
+def test_the_patch_applies_and_its_tests_pass(name, tree, tmp_path):
+    patch, arguments = patches()[name]
+    if any("reproduction/" in argument for argument in arguments):
+        pytest.importorskip("curvestep_reproduction")
+    copy = shutil.copytree(tree, tmp_path / "tree")
+    applied = subprocess.run(
+        ["git", "apply", "-p0", "-"],
+        input=patch,
+        cwd=copy,
+        text=True,
+        capture_output=True,
+        env=os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)},
+    )
+    assert applied.returncode == 0, applied.stderr
+    paths = os.pathsep.join(str(copy / folder) for folder in SOURCES)
+    tested = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *arguments],
+        cwd=copy,
+        text=True,
+        capture_output=True,
+        env=os.environ | {"PYTHONPATH": paths, "CURVESTEP_KERNEL": "0"},
+    )
+    assert tested.returncode == 0, tested.stdout[-3000:]
