@@ -15,8 +15,10 @@ from torch.optim import Optimizer
 from curvestep.optimizer_family import parameters_of
 from curvestep.smoothness.observer import Pass, tensors_in
 from curvestep.smoothness.snapshot import map_tensors
+from curvestep.tensors.vectors import widest_dtype
 
 Settings = dict[str, object]  # of a parameter group: lr, betas and the like
+_OF_SCALER = ("grad_scale", "found_inf")  # attributes that a GradScaler gives to an optimizer
 _NUMBERS = (bool, int, float, str, type(None))
 
 
@@ -51,9 +53,22 @@ def _leaves(value: object) -> list[object]:
 
 
 class KeptLoss:
-    """The loss of a kept batch, under the autocast that training had around it."""
+    """The loss of a kept batch, under the autocast that training had around it.
 
-    def __init__(self, loss_of_batch: Callable[[object], object], kept: KeptBatch, device: str) -> None:
+    Attributes:
+        scale: What ``backward`` multiplied its gradient by, such as the scale of a GradScaler.
+        stateful: The states, before the pass, of what steps along with the optimizer.
+    """
+
+    def __init__(
+        self,
+        loss_of_batch: Callable[[object], object],
+        kept: KeptBatch,
+        device: str,
+        stateful: Sequence[object] = (),
+    ) -> None:
+        self.scale: Tensor | None = None
+        self.stateful = stateful
         self._kept = kept
         self._loss_of_batch = loss_of_batch
         self._autocast = device, torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
@@ -62,6 +77,10 @@ class KeptLoss:
         """The loss."""
         with torch.autocast(*self._autocast):
             return self._loss_of_batch(self._kept.batch())
+
+    def keep_scale(self, gradient: Tensor) -> None:
+        """Keep the gradient of the objective with respect to this loss."""
+        self.scale = gradient.detach()
 
 
 @dataclass(frozen=True)
@@ -73,6 +92,9 @@ class KeptStep:
     settings: list[Settings]  # of each parameter group, as the step found them
     norms: list[Tensor | None]  # of the gradient that the optimizer was handed, one a parameter
     nbytes: int  # of its batches
+    # The same before hooks of the optimizer, such as that of `clip`, saw the gradient.
+    norms_before_hooks: list[Tensor | None]
+    scaler_state: dict[str, Tensor]  # that a GradScaler hands to an optimizer which unscales by itself
 
 
 class StepStart:
@@ -87,6 +109,9 @@ class StepStart:
         self.number = number
         self.is_break = is_break
         self.point = [on_host(p) for p in parameters]
+        self.kinds = [(p.device, p.dtype) for p in parameters]
+        # With what hooks write to it: the counters of `clip` are in no copy of an optimizer.
+        self.groups: list[Settings] = copy.deepcopy(optimizer.state_dict()["param_groups"])
         self._devices = [tensor.device for tensor in _state_tensors(optimizer)]
         self._optimizer = _copy_of(optimizer, on_host)
         self.nbytes = num_bytes([*self.point, *_state_tensors(self._optimizer)])
@@ -116,6 +141,12 @@ def _dense_parts(tensor: Tensor) -> Sequence[Tensor]:
     return (tensor._indices(), tensor._values()) if tensor.is_sparse else (tensor,)
 
 
+def scaler_state_of(optimizer: Optimizer) -> dict[str, Tensor]:
+    """What a GradScaler handed to an optimizer that unscales by itself; else nothing."""
+    found = {name: getattr(optimizer, name, None) for name in _OF_SCALER}
+    return {name: value.clone() for name, value in found.items() if isinstance(value, Tensor)}
+
+
 def settings_of(optimizer: Optimizer) -> list[Settings]:
     """The numbers of each parameter group, which a scheduler may change between steps."""
     return [_settings_of_group(group) for group in optimizer.param_groups]
@@ -126,17 +157,26 @@ def _settings_of_group(group: Settings) -> Settings:
     for name, value in group.items():
         if isinstance(value, Tensor):
             settings[name] = value.clone()
-        elif isinstance(value, _NUMBERS):
+        elif isinstance(value, _NUMBERS) or _is_pair(value):
             settings[name] = value
     return settings
 
 
+def _is_pair(value: object) -> bool:
+    """Whether these are betas, which some schedulers change."""
+    return isinstance(value, tuple) and all(isinstance(part, _NUMBERS) for part in value)
+
+
 def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The norm of each gradient, left where the gradient is."""
+    """The norm of each gradient, left where it is; in float64, which tells factors apart."""
     with torch.no_grad():
-        dense = [g.to_dense() for g in gradients if g is not None]
-        norms = iter(torch._foreach_norm(dense) if dense else ())
+        real = [_real(g.to_dense()) for g in gradients if g is not None]
+        norms = iter(torch._foreach_norm(real, dtype=widest_dtype(real[0].device)) if real else ())
     return [None if g is None else next(norms) for g in gradients]
+
+
+def _real(tensor: Tensor) -> Tensor:
+    return torch.view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def _state_tensors(optimizer: Optimizer) -> list[Tensor]:

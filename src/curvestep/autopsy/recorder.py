@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -18,9 +20,11 @@ from curvestep.autopsy.kept_step import (
     KeptStep,
     StepStart,
     norms_of,
+    scaler_state_of,
     settings_of,
     versions_of,
 )
+from curvestep.autopsy.rewind import check_unmoved, go_back
 from curvestep.autopsy.surroundings import Surroundings
 from curvestep.checks import check_count
 from curvestep.optimizer_family import check_optimizer, parameters_of
@@ -28,6 +32,19 @@ from curvestep.smoothness.observer import ObservedStep, Pass, trains_any
 from curvestep.smoothness.replay import trainable_parameters
 from curvestep.smoothness.snapshot import PassState
 from curvestep.tensors.distributed import communicates
+
+
+@runtime_checkable
+class Stateful(Protocol):
+    """What steps along with an optimizer and has a state, such as a scheduler or a GradScaler."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state."""
+        ...
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> object:
+        """Take over a state."""
+        ...
 
 
 class Autopsy:
@@ -42,6 +59,7 @@ class Autopsy:
             loss.backward()
             optimizer.step()
         print(spikes.explain())                  # the largest spike of the kept steps; or explain(412)
+        spikes.rewind(412)                       # go on as if that batch had never been seen
 
     :meth:`explain` takes the step again with one thing changed at a time: half its length, another batch, the
     momentum or the second moment of this batch alone, float32, clipped, one block left out.
@@ -95,10 +113,20 @@ class Autopsy:
         self._steps: list[KeptStep] = []
         self._versions: list[tuple[int, int]] = []  # of parameters and moments after the last step
         self._settings: list[dict[str, object]] = []
+        self._norms: list[Tensor | None] = []  # of the gradient that the step found
+        self._scaler_state: dict[str, Tensor] = {}
+        self._optimizer: Optimizer | None = None
+        self._stateful: Sequence[Stateful] = ()
         self._hooks: list[torch.utils.hooks.RemovableHandle] = []
 
-    def watch(self, optimizer: Optimizer) -> Autopsy:
-        """Keep the steps of ``optimizer`` from now on, by hooks on it; returns the recorder."""
+    def watch(self, optimizer: Optimizer, *stateful: Stateful) -> Autopsy:
+        """Keep the steps of ``optimizer`` from now on, by hooks on it; returns the recorder.
+
+        Args:
+            optimizer: Trains parameters of the model.
+            *stateful: What steps along with it and :meth:`rewind` is to put back as well: schedulers, a
+                GradScaler, or whatever else has ``state_dict()`` and ``load_state_dict()``.
+        """
         inner = check_optimizer(optimizer)
         if self._hooks:
             raise ValueError("`optimizer`: this recorder watches one already. Make a recorder for each.")
@@ -108,10 +136,17 @@ class Autopsy:
             raise ValueError(
                 f"`optimizer` must train parameters of `model` alone; {others} of its parameters are others."
             )
-        self._hooks = [
-            inner.register_step_pre_hook(self._before_step),
-            inner.register_step_post_hook(self._after_step),
-        ]
+        for one in stateful:
+            if not isinstance(one, Stateful):
+                raise TypeError(
+                    "What steps along with the optimizer must have `state_dict()` and `load_state_dict()`, "
+                    f"got a {type(one).__name__}."
+                )
+        self._optimizer = inner
+        self._stateful = stateful
+        before = inner.register_step_pre_hook(self._before_step)
+        inner._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # before `clip` sees the gradient
+        self._hooks = [before, inner.register_step_post_hook(self._after_step)]
         return self
 
     def record(self, batch: object) -> Tensor:
@@ -119,10 +154,13 @@ class Autopsy:
         if not self._hooks:
             raise RuntimeError("No optimizer is watched. Call `watch(optimizer)` before `record(batch)`.")
         kept = KeptBatch(batch)
-        again = KeptLoss(self.loss_of_batch, kept, self.parameters[0].device.type)
+        states = [copy.deepcopy(one.state_dict()) for one in self._stateful]
+        again = KeptLoss(self.loss_of_batch, kept, self.parameters[0].device.type, states)
         part = Pass(partial(self.loss_of_batch, batch), state=PassState(self.model))
         loss = self._record.run(part, self.parameters)
         part.loss_fn = again
+        if isinstance(loss, Tensor) and loss.requires_grad:
+            loss.register_hook(again.keep_scale)
         self._nbytes += kept.nbytes
         return loss
 
@@ -142,6 +180,57 @@ class Autopsy:
         finally:
             surroundings.restore()
 
+    def rewind(self, step: int) -> None:
+        """Put training back to where it was when ``step`` got its first batch, to go on without that batch.
+
+        .. code-block:: python
+
+            if loss > 10:
+                spikes.rewind(spikes.step)               # of a step that was not taken yet
+            if (spike := spikes.explain()).step > 400:
+                spikes.rewind(spike.step)                # and feed the batches after that one
+
+        Put back are parameters, moments, counters of clipping, buffers, random states, attributes of the
+        modules, the settings of the optimizer's groups, and what :meth:`watch` was given besides. The run
+        goes on, bit for bit, as one that never saw the batches since. Gradients are cleared. The data loader
+        is yours: feed the batches that are to be trained on.
+
+        Args:
+            step: Its number, counted from 0 at :meth:`watch`. The step that is open is one, too.
+
+        Raises:
+            ValueError: the step is not kept. Nothing was changed.
+            RuntimeError: the model was moved to another device or type since, or the kept steps, taken again,
+                do not give the same bits. Nothing was changed.
+        """
+        numbers = [kept.number for kept in self._steps]
+        if step == self.step and self._record.passes:
+            passes = self._record.passes
+            check_unmoved(self.parameters, self._starts[-1:])
+        elif step in numbers:
+            place = numbers.index(step)
+            passes = self._steps[place].passes
+            assert self._optimizer is not None
+            is_home_known = self._versions == versions_of(self.parameters, self._optimizer)
+            go_back(self.model, self._optimizer, self._starts, self._steps, step, is_home_known=is_home_known)
+            self._starts = [start for start in self._starts if start.number <= step]
+            self._steps = self._steps[:place]
+            self.step = step
+            self._versions = versions_of(self.parameters, self._optimizer)
+        else:
+            kept = f"Steps {numbers[0]} to {numbers[-1]} are." if numbers else "None is."
+            raise ValueError(f"`step` {step} is not kept, so that nothing was changed. {kept}")
+        first = passes[0]
+        assert first.state is not None
+        assert isinstance(first.loss_fn, KeptLoss)
+        for p in self.parameters:
+            p.grad = None
+        for one, state in zip(self._stateful, first.loss_fn.stateful, strict=True):
+            one.load_state_dict(copy.deepcopy(state))
+        first.state.restore()
+        self._record = ObservedStep()
+        self._nbytes = 0
+
     def _check_kept(self, step: int | None) -> None:
         if len(self._steps) <= FEWEST_STEPS:
             raise RuntimeError(
@@ -154,6 +243,9 @@ class Autopsy:
                 f"`step` {step} is not kept with {FEWEST_STEPS} before it. Ask for {numbers[FEWEST_STEPS]} "
                 f"to {numbers[-1]}, sooner after a spike, or with a larger `keep`."
             )
+        self._check_recorded()
+
+    def _check_recorded(self) -> None:
         for kept in self._steps:
             if not kept.passes:
                 raise RuntimeError(
@@ -173,6 +265,8 @@ class Autopsy:
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         self._settings = settings_of(optimizer)
+        self._norms = norms_of([p.grad for p in self.parameters])
+        self._scaler_state = scaler_state_of(optimizer)
         is_break = self._versions != versions_of(self.parameters, optimizer)
         if is_break or self.step >= self._starts[-1].number + self.keep:
             start = StepStart(self.step, self.parameters, optimizer, is_break=is_break)
@@ -184,8 +278,13 @@ class Autopsy:
 
     def _after_step(self, optimizer: Optimizer, *_: object) -> None:
         self._versions = versions_of(self.parameters, optimizer)
-        norms = norms_of([p.grad for p in self.parameters])
-        self._steps.append(KeptStep(self.step, self._record.passes, self._settings, norms, self._nbytes))
+        norms = self._norms
+        if len(optimizer._optimizer_step_pre_hooks) > 1:
+            norms = norms_of([p.grad for p in self.parameters])
+        passes = self._record.passes
+        self._steps.append(
+            KeptStep(self.step, passes, self._settings, norms, self._nbytes, self._norms, self._scaler_state)
+        )
         self._record = ObservedStep()
         self._nbytes = 0
         self.step += 1
