@@ -19,6 +19,7 @@ from curvestep.tensors.vectors import widest_dtype
 
 Settings = dict[str, object]  # of a parameter group: lr, betas and the like
 _OF_SCALER = ("grad_scale", "found_inf")  # attributes that a GradScaler gives to an optimizer
+NUM_ENTRIES = 256
 _NUMBERS = (bool, int, float, str, type(None))
 
 
@@ -94,6 +95,7 @@ class KeptStep:
     nbytes: int  # of its batches
     # The same before hooks of the optimizer, such as that of `clip`, saw the gradient.
     norms_before_hooks: list[Tensor | None]
+    exact_norm: Tensor | None  # of a part of it
     scaler_state: dict[str, Tensor]  # that a GradScaler hands to an optimizer which unscales by itself
 
 
@@ -168,11 +170,21 @@ def _is_pair(value: object) -> bool:
 
 
 def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The norm of each gradient, left where it is; in float64, which tells factors apart."""
+    """The norm of each gradient, left where the gradient is."""
     with torch.no_grad():
         real = [_real(g.to_dense()) for g in gradients if g is not None]
-        norms = iter(torch._foreach_norm(real, dtype=widest_dtype(real[0].device)) if real else ())
+        norms = iter(torch._foreach_norm(real) if real else ())
     return [None if g is None else next(norms) for g in gradients]
+
+
+def exact_norm_of(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """The norm in float64 of some entries of the last gradient; it tells factors apart to the last bit."""
+    for gradient in reversed(gradients):
+        if gradient is not None:
+            entries = gradient._values() if gradient.is_sparse else gradient
+            part = _real(entries.detach()).reshape(-1)[:NUM_ENTRIES]
+            return torch.linalg.vector_norm(part, dtype=widest_dtype(part.device))
+    return None
 
 
 def _real(tensor: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from curvestep.autopsy.kept_step import (
     KeptLoss,
     KeptStep,
     StepStart,
+    exact_norm_of,
     norms_of,
     scaler_state_of,
     settings_of,
@@ -114,6 +115,7 @@ class Autopsy:
         self._versions: list[tuple[int, int]] = []  # of parameters and moments after the last step
         self._settings: list[dict[str, object]] = []
         self._norms: list[Tensor | None] = []  # of the gradient that the step found
+        self._exact_norm: Tensor | None = None
         self._scaler_state: dict[str, Tensor] = {}
         self._optimizer: Optimizer | None = None
         self._stateful: Sequence[Stateful] = ()
@@ -265,7 +267,9 @@ class Autopsy:
 
     def _before_step(self, optimizer: Optimizer, *_: object) -> None:
         self._settings = settings_of(optimizer)
-        self._norms = norms_of([p.grad for p in self.parameters])
+        gradients = [p.grad for p in self.parameters]
+        self._norms = norms_of(gradients)
+        self._exact_norm = exact_norm_of(gradients)
         self._scaler_state = scaler_state_of(optimizer)
         is_break = self._versions != versions_of(self.parameters, optimizer)
         if is_break or self.step >= self._starts[-1].number + self.keep:
@@ -281,10 +285,17 @@ class Autopsy:
         norms = self._norms
         if len(optimizer._optimizer_step_pre_hooks) > 1:
             norms = norms_of([p.grad for p in self.parameters])
-        passes = self._record.passes
-        self._steps.append(
-            KeptStep(self.step, passes, self._settings, norms, self._nbytes, self._norms, self._scaler_state)
+        kept = KeptStep(
+            number=self.step,
+            passes=self._record.passes,
+            settings=self._settings,
+            norms=norms,
+            nbytes=self._nbytes,
+            norms_before_hooks=self._norms,
+            exact_norm=self._exact_norm,
+            scaler_state=self._scaler_state,
         )
+        self._steps.append(kept)
         self._record = ObservedStep()
         self._nbytes = 0
         self.step += 1

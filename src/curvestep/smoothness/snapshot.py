@@ -184,13 +184,15 @@ class PassState:
 def _frozen_parameters(model: nn.Module) -> Sequence[Tensor]:
     """Parameters that need no gradient; with FSDP2 those that are whole at the moment will not stay."""
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    if any(isinstance(module, FSDPModule) for module in model.modules()):
+    if frozen and any(isinstance(module, FSDPModule) for module in model.modules()):
         return [p for p in frozen if is_sharded(p)]
     return frozen
 
 
 def _followers(model: nn.Module, frozen: Sequence[Tensor]) -> list[Tensor]:
     """Frozen parameters that a pass may well change: small ones, and those shaped like a trained one."""
+    if not frozen:
+        return []
     trained_shapes = {p.shape for p in model.parameters() if p.requires_grad}
     plain = [p for p in frozen if _is_plain(p) or is_sharded(p)]
     return [p for p in plain if not p.is_meta and (p.numel() <= PIECE or p.shape in trained_shapes)]
