@@ -1,10 +1,12 @@
 """Runs that advise is asked about, each once: a line of JSON in the rows' folder, and a trace beside it.
 
-    python -m reproduction.benchmarks.advice --rows FOLDER --part develop | judge
+    python -m reproduction.benchmarks.advice --rows FOLDER --part develop | judge | judge-bounds
         [--tasks …] [--kinds …] [--seeds 1 2]
 
 Every task of :data:`DEVELOPMENT` or :data:`JUDGED` is trained by five kinds of optimizer at seven learning
-rates over three decades, and at more where the best one is an end of that grid. Safe to kill at any time.
+rates over three decades, and at more where the best one is an end of that grid. Those of ``judge-bounds``
+have one kind each, three seeds, and rates from a hundredth to thirty times the best. All is safe to kill at
+any time.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any
 
 import torch
 from reproduction.benchmarks.advice.held_out import HELD_OUT
+from reproduction.benchmarks.advice.judged_bounds import BOUNDS, BOUNDS_KIND
 from reproduction.benchmarks.advice.noisy import NOISY, constant_loss
 from reproduction.benchmarks.advice.spent import SPENT
 from reproduction.benchmarks.calibrate.data import Batch
@@ -46,8 +49,12 @@ DEVELOPMENT = (
     "separable convolutions, GroupNorm", *(recipe.task.name for recipe in (*NOISY, *SPENT)),
 )  # fmt: skip
 JUDGED = tuple(recipe.task.name for recipe in HELD_OUT)
-OWN = {recipe.task.name: recipe for recipe in (*NOISY, *SPENT, *HELD_OUT)}
+OWN = {recipe.task.name: recipe for recipe in (*NOISY, *SPENT, *HELD_OUT, *BOUNDS)}
+JUDGED_BOUNDS = tuple(recipe.task.name for recipe in BOUNDS)
+PARTS = {"develop": DEVELOPMENT, "judge": JUDGED, "judge-bounds": JUDGED_BOUNDS}
 SEEDS = (1, 2)
+BOUNDS_SEEDS = (1, 2, 3)
+BELOW_BEST, ABOVE_BEST = 4, 3  # rates of a grid of bounds: to a hundredth of the best, and to thirty times it
 STEPS, EVERY = 150, 5
 LOWEST = {"plain": 1e-2, "clipped": 1e-2, "momentum": 1e-3, "adamw": 1e-4, "adamw, schedule": 1e-4}
 NUM_RATES, MOST_RATES = 7, 10
@@ -230,26 +237,38 @@ def grid(run: Callable[[float], float], kind: str) -> list[float]:
     return [rate(kind, k) for k in sorted(losses)]
 
 
+def grid_about_best(run: Callable[[float], float], kind: str) -> list[float]:
+    """Rates from a hundredth to thirty times the best, which has two worse neighbours on each side."""
+    losses: dict[int, float] = {}
+    best = NUM_RATES // 2
+    while missing := [k for k in (best, best - 1, best + 1, best - 2, best + 2) if k not in losses]:
+        losses[missing[0]] = run(rate(kind, missing[0]))
+        best = min(losses, key=lambda k: losses[k])
+    return [rate(kind, k) for k in range(best - BELOW_BEST, best + ABOVE_BEST + 1)]
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=Path, required=True, help="folder of the cached runs")
-    parser.add_argument("--part", choices=("develop", "judge"), required=True)
+    parser.add_argument("--part", choices=list(PARTS), required=True)
     parser.add_argument("--tasks", nargs="+", metavar="TASK")
     parser.add_argument("--kinds", nargs="+", choices=list(LOWEST), default=list(LOWEST), metavar="KIND")
-    parser.add_argument("--seeds", nargs="+", type=int, default=list(SEEDS))
+    parser.add_argument("--seeds", nargs="+", type=int, help="default: 1 2, and 1 2 3 for bounds")
     parser.add_argument("--far", action="store_true", help="also starts beyond the grid")
     parser.add_argument("--calibrate", action="store_true", help="also what calibrate says, trained")
     options = parser.parse_args()
-    rows, tasks = Rows(options.rows), JUDGED if options.part == "judge" else DEVELOPMENT
+    rows, tasks = Rows(options.rows), PARTS[options.part]
+    is_bounds = options.part == "judge-bounds"
+    seeds = options.seeds or (BOUNDS_SEEDS if is_bounds else SEEDS)
+    find = grid_about_best if is_bounds else grid
     for task in options.tasks or tasks:
         if task not in tasks:
             raise SystemExit(f"{task} is no task of this part: {', '.join(tasks)}.")
-        for kind in options.kinds:
-            first = options.seeds[0]
-            rates = grid(lambda lr: loss_of(rows.run(task=task, kind=kind, seed=first, lr=lr)), kind)  # noqa: B023
-            for seed in options.seeds:
+        for kind in (BOUNDS_KIND[task],) if is_bounds else options.kinds:
+            rates = find(lambda lr: loss_of(rows.run(task=task, kind=kind, seed=seeds[0], lr=lr)), kind)  # noqa: B023
+            for seed in seeds:
                 for lr in rates:
                     rows.run(task=task, kind=kind, seed=seed, lr=lr)
                 for factor in FAR if options.far else ():

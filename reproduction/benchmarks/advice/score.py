@@ -1,6 +1,6 @@
 """Regret before and after following each adviser, from the cached runs.
 
-    python -m reproduction.benchmarks.advice.score --rows FOLDER --part develop | judge
+    python -m reproduction.benchmarks.advice.score --rows FOLDER --part develop | judge | judge-bounds
         [--default] [--far] [--train]
 
 Regret = (loss - loss of the grid's best) / (first loss - loss of the grid's best), on data that training
@@ -23,11 +23,12 @@ from pathlib import Path
 from statistics import mean
 
 import numpy as np
-from reproduction.benchmarks.advice.run import DEVELOPMENT, JUDGED, LOWEST, Job, Rows, loss_of
+from reproduction.benchmarks.advice.run import LOWEST, PARTS, Job, Rows, loss_of
+from reproduction.benchmarks.advice.six_lines import six_lines
 from reproduction.benchmarks.calibrate.tasks import is_alive
 
 from curvestep.advice.advice import advise
-from curvestep.advice.outcome import Outcome, outcome_of
+from curvestep.advice.outcome import outcome_of
 from curvestep.smoothness.schedule import Schedule
 from curvestep.trace.trace import Trace
 
@@ -35,50 +36,6 @@ ROW_COST = 3  # gradients, of three fractions
 BAD, GOOD, HARMED, LOST = 0.2, 0.05, 0.1, 1.0  # regrets
 
 Adviser = Callable[[Trace], tuple[str, float]]  # what it says, and the factor on lr
-
-
-def six_lines(trace: Trace) -> tuple[str, float]:
-    """The rule to beat: the loss curve first, then κ; constants set by eye on other tasks."""
-    facts: Outcome = outcome_of(trace)
-    losses, kappa = trace.column("loss"), facts.kappa
-    start_factor = _in_proportion(trace)
-    finite = np.isfinite(losses)
-    first, last = losses[0], losses[finite][-max(5, len(losses) // 10) :].mean()
-    highest = np.max(np.where(finite, losses, np.inf))
-    if not finite.all() or highest > 8 * first:
-        return "diverged", float(np.clip(5 * start_factor, 0.003, 0.1))
-    if last > 0.7 * first and highest > 1.3 * first:
-        return "stuck", 0.1 if start_factor > 0.02 else max(5 * start_factor, 0.01)
-    if last > 0.88 * first and kappa > 0.1:
-        return "stuck", 0.1
-    if highest > 2 * first or facts.efficiency < 0.2:
-        return "lower", 1 / 3
-    if kappa < 0.1:
-        return "raise", float(np.clip(0.25 / kappa, 3, 10))
-    return "keep", 1.0
-
-
-def _in_proportion(trace: Trace) -> float:
-    """Largest working step at the start over the step of the peak lr, were κ in proportion to the step."""
-    factors = []
-    fractions = trace.column("fractions")
-    per_length = trace.column("secants") / trace.column("grad_norm")[:, None]
-    kappas = per_length * fractions * trace.column("step_norm")[:, None]
-    lr = trace.column("lr")
-    momentum = float(trace.header.get("momentum") or 0.0)
-    for row in range(min(5, len(trace))):
-        kappa = kappas[row]
-        if not np.isfinite(kappa).all():
-            break
-        works = fractions[row][0] / kappa[0]
-        if kappa[0] <= 1:
-            works = float(np.interp(0.0, np.log(kappa), np.log(fractions[row])))
-            works = math.exp(works) if kappa[-1] > 1 else 1 / kappa[-1]
-        built_up = 1 - momentum ** (trace.column("step")[row] + 1)
-        factors.append(lr[row] / np.nanmax(lr) * built_up * works)
-        if kappa[-1] > 1:
-            break
-    return float(np.median(factors)) if factors else 0.0
 
 
 def ours(trace: Trace) -> tuple[str, float]:
@@ -238,7 +195,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--rows", type=Path, required=True, help="folder of the cached runs")
-    parser.add_argument("--part", choices=("develop", "judge"), required=True)
+    parser.add_argument("--part", choices=list(PARTS), required=True)
     parser.add_argument("--default", action="store_true", help="show only the rows of a default probe")
     parser.add_argument("--far", action="store_true", help="ask about starts beyond the grid")
     parser.add_argument("--train", action="store_true", help="train answers beyond the grid")
@@ -248,7 +205,7 @@ def main() -> None:
     found: dict[str, list[Case]] = {name: [] for name in ADVISERS}
     calibrated: list[dict[str, float]] = []  # mean regrets of a grid
     left_out, counted = [], set()
-    for grid in grids(rows, JUDGED if options.part == "judge" else DEVELOPMENT, train=options.train):
+    for grid in grids(rows, PARTS[options.part], train=options.train):
         if grid.problem:
             left_out.append(
                 f"{grid.name['task']}, {grid.name['kind']}, seed {grid.name['seed']}: {grid.problem}"

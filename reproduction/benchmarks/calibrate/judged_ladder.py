@@ -29,7 +29,7 @@ LONG_STEPS = 5000
 
 def long_gpt() -> nn.Module:
     """A GPT of characters."""
-    return GPT(ptb_characters("train")[1], width=72, layers=3, length=64)
+    return GPT(ptb_characters("train")[1], width=96, layers=4, length=64)
 
 
 def long_cnn() -> nn.Module:
@@ -52,7 +52,7 @@ def shifted(generator: torch.Generator) -> Iterator[Batch]:
     images = load_cifar10(progress=False)
     x = normalise(images, images.train_x).float()
     while True:
-        chosen = torch.randint(len(x), (32,), generator=generator)
+        chosen = torch.randint(len(x), (64,), generator=generator)
         moved = augment(x[chosen], generator)
         yield nn.functional.avg_pool2d(moved, 2), images.train_y[chosen]
 
