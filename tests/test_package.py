@@ -1,5 +1,7 @@
 """What a user gets from the package: few dependencies, one version, a wheel that works."""
 
+import ast
+import pydoc
 import re
 import shutil
 import subprocess
@@ -48,6 +50,25 @@ def test_every_public_name_is_there():
         assert getattr(curvestep, name) is not None
     with pytest.raises(AttributeError, match="no attribute 'ClipedSGD'"):
         _ = curvestep.ClipedSGD
+
+
+def test_help_shows_a_quick_start_and_every_public_name():
+    assert curvestep.__doc__ is not None
+    shown = pydoc.plain(pydoc.render_doc(curvestep))
+    start = shown.partition("PACKAGE CONTENTS")[0]
+    assert "cs.calibrate(model, loss_of_batch, loader)" in start
+    for name in curvestep.__all__:
+        assert re.search(rf"\b{name}\b", start), name
+    assert {"SmoothnessFit", "Advice", "Calibration", "NonDeterministicError", "report"} <= set(
+        curvestep.__all__
+    )
+
+
+def test_type_checkers_see_the_names_that_are_looked_up():
+    stub = ast.parse(Path(curvestep.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
+    aliases = [alias for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
+    assert [alias.asname for alias in aliases] == [alias.name for alias in aliases]  # else they are private
+    assert len(aliases) == len(set(curvestep.__all__)) > 20
 
 
 @pytest.mark.slow

@@ -140,9 +140,7 @@ SHEETS = {"twenty runs": 3, "a single run": 4, "reproduction": 8}
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_every_panel_is_drawn_without_an_error_or_a_request_and_prints_on_a_few_sheets(
-    chromium, page_of, case
-):
+def test_every_panel_is_drawn_in_silence_and_prints_on_few_sheets(chromium, page_of, case):
     opened = Opened(chromium, page_of(case))
     if case in SHEETS:
         opened.tab.emulate_media(media="print")

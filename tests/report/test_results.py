@@ -1,77 +1,84 @@
-"""Results at a prompt and in a notebook: a short line, a table, a figure with the page's own chart data."""
+"""Charts of a trace, a fit and a calibration as data: the numbers that they show."""
 
-import ast
+import json
 import math
-import pydoc
-import re
-from pathlib import Path
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
-pytest.importorskip("plotly", reason="needs the extra `report`")
 import curvestep as cs
-from curvestep.report import results
-from curvestep.report.charts import run_charts
-from curvestep.report.markup import html_table
-from curvestep.report.views import find_views
+from curvestep.report import page_words, results
+from curvestep.report.charts import run_charts, to_plotly
+from curvestep.report.results import SHOWN_ROWS, thinned, within
+from curvestep.report.views import RunView, find_views
+from curvestep.trace.trace import Trace
 from tests.report.calibrations import make_calibration
-from tests.report.pages import make_run
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return make_run(tmp_path_factory.mktemp("display") / "run", steps=200)
+def test_long_series_keep_their_first_and_last_row():
+    rows = thinned(np.arange(100_001))
+    assert (len(rows), rows[0], rows[-1]) == (SHOWN_ROWS, 0, 100_000)
+    assert np.ptp(np.diff(rows)) <= 1
 
 
-@pytest.fixture(scope="module")
-def trace(folder):
-    return cs.Trace.load(folder / "trace.jsonl")
+def test_the_scatter_holds_points_line_and_frontier(views):
+    chart = next(chart for chart in run_charts(views[0]) if chart.kind == "scatter")
+    points, line, frontier = chart.series
+    fit = views[0].fit
+    np.testing.assert_allclose(line.y, fit.L0 + fit.L1 * line.x)
+    # Between the 60 drawn points the concave frontier is a little above its chord.
+    assert (np.interp(points.x, frontier.x, frontier.y) >= 0.99 * points.y).all()
+    assert list(points.extra) == ["step", "loss", "lr"]
+    assert (points.shade == points.extra["step"]).all()
 
 
-@pytest.fixture(scope="module")
-def shown(trace):
-    """One of each kind of result."""
-    fit = cs.fit_smoothness(trace)
-    return {"trace": trace, "fit": fit, "advice": cs.advise(fit), "calibration": make_calibration()}
+def test_what_happens_within_steps_is_shown_with_its_interval(tmp_path, views):
+    # f = eˣ, whose Hessian is its gradient: inside every step, long or short, both change alike.
+    with Trace(tmp_path / "trace.jsonl", header={"fractions": [0.5, 1.0], "dtype": "float64"}) as trace:
+        for step, x in enumerate(np.linspace(3, 1, 40)):
+            length = 0.2 + 0.05 * (step % 5)
+            start, ends = math.exp(x), np.exp(x - np.array([length / 2, length]))
+            secants = ((start - ends) / [length / 2, length]).tolist()
+            row = {"step": step, "loss": start, "step_norm": length, "grad_norm": start}
+            trace.append(row | {"grad_norms": ends.tolist(), "secants": secants, "smoothness": max(secants)})
+    (view,) = find_views([tmp_path])
+    assert view.fit.within.elasticity == pytest.approx(1.0, abs=1e-3)
+    points, slope, level = within(view.fit).series
+    np.testing.assert_allclose(points.y, points.x, rtol=1e-3)
+    np.testing.assert_allclose(slope.y, view.fit.within.elasticity * slope.x)
+    assert set(level.y) == {0.0}
+    assert page_words.within(view) == str(view.fit.within) != ""
+    assert within(views[0].fit) is None  # one fraction a step says nothing of this
+    assert page_words.within(views[0]) == ""
 
 
-def test_a_result_at_a_prompt_is_one_short_line_with_its_numbers(shown):
-    for result in shown.values():
-        assert "\n" not in repr(result)
-        assert len(repr(result)) < 150
-    assert (
-        repr(shown["fit"]) == f"<SmoothnessFit: L0 {shown['fit'].L0:.4g}, L1 {shown['fit'].L1:.4g}, 40 rows>"
-    )
-    assert repr(shown["advice"]) == f"<Advice: {shown['advice'].verdict}>"
-    assert f"lr {shown['calibration'].lr:.3g}" in repr(shown["calibration"])
-    assert repr(cs.Advice(action="keep", kind="no-sign", verdict="why " * 90)).endswith("why …>")
+def calibration_chart(cal):
+    """The one chart of a run that has a calibration and nothing else."""
+    (chart,) = run_charts(RunView(name="run", setting="lr 1", calibration=cal))
+    return chart
 
 
-def test_a_notebook_shows_a_table_with_everything_that_is_printed(shown):
-    for name, result in shown.items():
-        page = result._repr_html_()
-        assert re.fullmatch(r"<p>.*</p>(<table>(<tr>.*</tr>)+</table>)?(<ul>.*</ul>)?", page, re.DOTALL), name
-        for warning in getattr(result, "warnings", ()):
-            assert str(warning).partition(" ")[0] in page
-    assert f"{shown['calibration'].arms[1].gain:.4g}" in shown["calibration"]._repr_html_()
-    assert "<th>grad_norm</th>" in shown["trace"]._repr_html_()
-    assert cs.Trace()._repr_html_().startswith("<p>Trace: 0 rows</p>")
+def test_chart_has_every_trial_and_the_choice():
+    cal = make_calibration()
+    chart = calibration_chart(cal)
+    trials, chosen = chart.series
+    assert trials.x.tolist() == [arm.lr for arm in cal.arms]
+    assert trials.y.tolist() == [arm.gain for arm in cal.arms]
+    assert np.subtract(*trials.band[::-1]).tolist() == pytest.approx([2 * arm.error for arm in cal.arms])
+    assert set(chosen.x) == {cal.lr}
+    assert chart.x.log
 
 
-def test_names_in_a_table_are_text():
-    assert html_table("nothing to set", []) == "<p>nothing to set</p>"
-    assert html_table("<b>", [("\x1b", "<i>")], ["&"]) == (
-        "<p>&lt;b&gt;</p><table><tr><th>\\u001b</th><td>&lt;i&gt;</td></tr></table><ul><li>&amp;</li></ul>"
-    )
-
-
-def test_every_result_has_a_figure_that_a_notebook_shows(shown):
-    for name, panels in (("trace", 4), ("fit", 1), ("calibration", 1)):
-        figure = shown[name].plot()
-        titles = [panel.get_title() for panel in figure.axes if panel.get_title()]
-        assert len(titles) == panels, (name, titles)
-        assert figure._repr_png_().startswith(b"\x89PNG")
+def test_broken_trials_are_left_out_and_longer_ones_have_their_line():
+    cal = make_calibration()
+    broken = replace(cal.arms[-1], gain=-math.inf)
+    longer = tuple(replace(arm, num_steps=32) for arm in cal.arms)
+    odd = replace(cal, arms=(*cal.arms[:-1], broken, *longer))
+    chart = calibration_chart(odd)
+    assert [series.name for series in chart.series[:2]] == ["16 steps", "32 steps"]
+    assert len(chart.series[0].x) == len(cal.arms) - 1
+    assert json.dumps(to_plotly(chart), allow_nan=False)
 
 
 def test_a_plot_shows_what_the_page_shows(folder, shown):
@@ -109,44 +116,3 @@ def test_a_line_marks_the_threshold_only_where_there_is_one():
     assert results.common_threshold(np.array([0.5, 0.5, math.inf, math.nan])) == 0.5
     assert results.common_threshold(np.array([0.5, 0.7])) == math.inf
     assert results.common_threshold(np.array([math.inf])) == math.inf
-
-
-def test_report_writes_a_page_of_a_trace_in_memory(trace, tmp_path):
-    ours = cs.Trace(header={"model": "mine"})
-    for row in trace:
-        ours.append(row)
-    page = cs.report(ours, output=tmp_path / "page.html", title="From a notebook")
-    assert repr(page) == f"<Page: 1 runs, {str(tmp_path / 'page.html')!r}>"
-    text = page.path.read_text(encoding="utf-8")
-    assert "<h1>From a notebook</h1>" in text
-    assert page.runs[0].name == "mine"
-    assert page.verdicts[0]["verdict"] == cs.advise(trace).verdict
-
-
-def test_report_replaces_an_earlier_page_and_no_other_file(folder, tmp_path):
-    output = tmp_path / "page.html"
-    output.write_text("mine")
-    with pytest.raises(ValueError, match="is there already and is no page of curvestep"):
-        cs.report(folder, output=output)
-    assert output.read_text() == "mine"
-    cs.report(folder, output=output, overwrite=True)
-    cs.report(folder / "trace.jsonl", output=output)
-    with pytest.raises(ValueError, match="must be an HTML file, got the folder"):
-        cs.report(folder, output=tmp_path)
-
-
-def test_help_shows_a_quick_start_and_every_public_name():
-    assert cs.__doc__ is not None
-    shown = pydoc.plain(pydoc.render_doc(cs))
-    start = shown.partition("PACKAGE CONTENTS")[0]
-    assert "cs.calibrate(model, loss_of_batch, loader)" in start
-    for name in cs.__all__:
-        assert re.search(rf"\b{name}\b", start), name
-    assert {"SmoothnessFit", "Advice", "Calibration", "NonDeterministicError", "report"} <= set(cs.__all__)
-
-
-def test_type_checkers_see_the_names_that_are_looked_up():
-    stub = ast.parse(Path(cs.__file__).with_suffix(".pyi").read_text(encoding="utf-8"))
-    aliases = [alias for node in stub.body if isinstance(node, ast.ImportFrom) for alias in node.names]
-    assert [alias.asname for alias in aliases] == [alias.name for alias in aliases]  # else they are private
-    assert len(aliases) == len(set(cs.__all__)) > 20

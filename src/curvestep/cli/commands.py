@@ -24,11 +24,12 @@ def report(parser: Parser, args: list[str]) -> int:
     chosen = parser.read(args)
     if not chosen.RUN:
         parser.error("name a run folder or a trace file")
-    from curvestep.report import report as library
+    from curvestep.report import report as write_report
 
-    page = library(*chosen.RUN, output=chosen.output)
-    for said in page.verdicts:
-        say(f"{said['title']}: {said['verdict']}" if said["title"] else said["verdict"])
+    page = write_report(*chosen.RUN, output=chosen.output)
+    for task in page.verdicts:
+        title = f"{task['title']}: " if task["title"] else ""
+        say(f"{title}{task['verdict']}")
     say(f"report: {page.path}")
     if chosen.open:
         webbrowser.open(page.path.resolve().as_uri())
@@ -43,12 +44,12 @@ def advise(parser: Parser, args: list[str]) -> int:
     chosen = parser.read(args)
     if not chosen.TRACE:
         parser.error("name a trace file or a run folder")
-    from curvestep.advice.advice import advise as library
+    from curvestep.advice.advice import advise as advise_on
     from curvestep.advice.decision import CANNOT_TELL
     from curvestep.trace.sources import traces_by_task
 
     tasks = traces_by_task(chosen.TRACE)
-    advices = {task: library(*traces) for task, traces in tasks.items()}
+    advices = {task: advise_on(*traces) for task, traces in tasks.items()}
     if not chosen.json:
         say("\n\n".join(_advice_of(task, tasks, advices, details=chosen.details) for task in tasks))
     elif len(advices) == 1:

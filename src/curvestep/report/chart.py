@@ -83,6 +83,5 @@ class Chart:
     words: str = ""  # the same in a sentence or two: its caption, and all that a screen reader has of it
     # The axes that the reader may change between logarithmic and linear: ``xy``, ``y`` or none.
     switch: str = ""
-    place: str = (
-        ""  # of the best run's chart on the page: ``verdict`` (beside it), ``row`` (below it) or none
-    )
+    # Where the best run's chart stands on the page: ``verdict`` (beside it), ``row`` (below it) or none.
+    place: str = ""

@@ -37,7 +37,7 @@ OVER_STEPS = (
 )
 Spec = dict[str, Any]  # an object of plotly's
 _LINE_WIDTH, _MARK_SIZE, _CROSS_SIZE = 1.6, 6, 11  # pixels
-_UNSAID = {"hoverinfo": "skip", "showlegend": False}
+_SILENT = {"hoverinfo": "skip", "showlegend": False}
 # What all charts of the page share. Colours are the style sheet's, which knows day and night.
 _AXIS = {"gridcolor": "var(--line)", "linecolor": "var(--line)", "zeroline": False, "automargin": True}
 TEMPLATE: Spec = {
@@ -303,7 +303,7 @@ def _plotly_series(series: Series, number: int) -> Iterator[Spec]:
         x, y = series.last
         cross = {"symbol": "x", "size": _CROSS_SIZE, "color": colour}
         point = {"x": rounded(x), "y": rounded(y), "mode": "markers", "marker": cross, "cliponaxis": False}
-        yield {**common, **point, **_UNSAID}
+        yield {**common, **point, **_SILENT}
 
 
 def _band(series: Series, low: np.ndarray, high: np.ndarray, colour: str) -> Spec:
@@ -318,7 +318,7 @@ def _band(series: Series, low: np.ndarray, high: np.ndarray, colour: str) -> Spe
         "fillcolor": colour,
         "opacity": 0.2,
         "line": {"width": 0},
-        **_UNSAID,
+        **_SILENT,
     }
 
 

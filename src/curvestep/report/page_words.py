@@ -24,8 +24,6 @@ from curvestep.trace.history import lr_of_run
 from curvestep.trace.run import Fields
 
 _SUBJECTS = {"loss": "loss ", "start": "at the start "}  # for kinds of reasons that name none
-
-
 _NOT_MEASURED = "No advice: nothing was measured. Train with a probe, and make the page again."
 
 
@@ -132,17 +130,18 @@ def code_for(advice: Advice, view: RunView) -> str:
     for option in ("momentum", "weight_decay"):
         if value := view.header.get(option):
             settings += f", {option}={value:g}"
-    threshold = f"{advice.max_norm:.3g}".replace("inf", "float('inf')")
+    limit = "float('inf')" if math.isinf(advice.max_norm) else f"{advice.max_norm:.3g}"
     ours = getattr(curvestep, name, None)
-    own = str(view.header.get("threshold") or getattr(ours, "threshold", "max_norm"))
+    threshold = view.header.get("threshold") or getattr(ours, "threshold", "max_norm")
     if ours is not None:
-        lines = [f"opt = cs.{name}({settings}, {own}={threshold})"]
-    elif own != "max_norm":  # a step rule of the user's own
-        lines = [f"opt = {name}({settings}, {own}={threshold})"]
+        lines = [f"opt = cs.{name}({settings}, {threshold}={limit})"]
+    elif threshold != "max_norm":  # a step rule of the user's own
+        lines = [f"opt = {name}({settings}, {threshold}={limit})"]
     else:
         home = "torch.optim." if hasattr(torch.optim, name) else ""
-        lines = [f"opt = {home}{name}({settings})", f"cs.clip(opt, {threshold})"]
-        lines = lines[: 1 + math.isfinite(advice.max_norm)]
+        lines = [f"opt = {home}{name}({settings})"]
+        if math.isfinite(advice.max_norm):
+            lines.append(f"cs.clip(opt, {limit})")
     if advice.lr_is_peak:
         lines.append("# lr is the peak: keep your schedule")
     return "\n".join(lines)
