@@ -2,7 +2,8 @@
 
     python tests/support/empty_environment.py dist
 
-First the library alone runs README's script, then the reproduction trains twelve steps and writes the page.
+First the library alone runs README's script, advises and fits. What needs more has to say how to get it.
+Then the reproduction trains twelve steps and writes the page.
 """
 
 import os
@@ -14,6 +15,14 @@ import venv
 from pathlib import Path
 
 README = Path(__file__).parents[2] / "README.md"
+KEEP_TRACE = """
+with cs.Trace("trace.jsonl", header=probe.trace.header) as trace:
+    for row in probe.trace:
+        trace.append(dict(row))
+"""
+ALONE = ["--version", "advise trace.jsonl", "fit trace.jsonl"]
+# What the library alone does not have, and how its one line says to get it.
+MISSING = {"report trace.jsonl": "'.[report]'", "train ptb-lstm": ". ./reproduction"}
 COMMANDS = [
     "train ptb-lstm --corpus topics --steps 12 --probe-every 1 --folder run --offline --quiet",
     "advise run/trace.jsonl",
@@ -45,9 +54,22 @@ def try_packages(dist: Path, folder: Path) -> None:
     (script,) = re.findall(
         r"^```python\n(.*?)^```", README.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
     )
-    (desk / "script.py").write_text(script, encoding="utf-8")
+    (desk / "script.py").write_text(script + KEEP_TRACE, encoding="utf-8")
     call(programs / "python", "script.py")
-    call(programs / "curvestep", "--version")
+    for command in ALONE:
+        call(programs / "curvestep", *command.split())
+    for command, way_out in MISSING.items():
+        print("+ curvestep", command, flush=True)
+        done = subprocess.run(
+            [programs / "curvestep", *command.split()],
+            cwd=desk,
+            env=environment,
+            capture_output=True,
+            text=True,
+        )
+        assert done.returncode != 0, done
+        assert done.stderr.count("\n") == 1, done
+        assert way_out in done.stderr, done
     install("curvestep-reproduction")
     for command in COMMANDS:
         call(programs / "curvestep", *command.split())
