@@ -8,7 +8,7 @@ than those of all tasks before.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from reproduction.benchmarks.calibrate import ladder_adamw, ladder_muon, ladder_sgd
@@ -20,7 +20,7 @@ from reproduction.benchmarks.calibrate.scheduled import (
     ptb_characters,
 )
 from reproduction.benchmarks.calibrate.scripts import pieces
-from torch import nn
+from torch import Tensor, nn
 
 from curvestep_reproduction.data.images import augment, load_cifar10, normalise
 
@@ -67,4 +67,8 @@ LONG = (
            samples(images_not_trained_on, 250), optimizers=("momentum",), weight_decay=5e-4,
            sgd_max_norm=math.inf),
 )  # fmt: skip
-LADDER_TRIVIAL = {**ladder_adamw.TRIVIAL, **ladder_sgd.TRIVIAL, **ladder_muon.TRIVIAL}
+LADDER_TRIVIAL: dict[Callable[..., Tensor], Callable[[list[Batch]], float]] = {
+    **ladder_adamw.TRIVIAL,
+    **ladder_sgd.TRIVIAL,
+    **ladder_muon.TRIVIAL,
+}

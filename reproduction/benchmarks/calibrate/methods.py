@@ -117,7 +117,7 @@ def prepare(recipe: Recipe, job: dict[str, Any], model: nn.Module) -> Prepared:
     if method == "calibrate" or method in LADDER_BUDGETS:
         return calibrated(recipe, job, model, shape)
     if method == RANDOM or method in RANDOM_BUDGETS:
-        budget = RANDOM_BUDGETS.get(method, job.get("budget", 0))
+        budget = job["budget"] if method == RANDOM else RANDOM_BUDGETS[method]
         return random_search(recipe, job, model, budget)
     if method == "grid" or method in FIXED or method in MUON_FIXED:
         max_norm = grid_max_norm(recipe, job, model)
@@ -151,9 +151,10 @@ def grid_max_norm(recipe: Recipe, job: dict[str, Any], model: nn.Module) -> floa
 def calibrated(recipe: Recipe, job: dict[str, Any], model: nn.Module, shape: list[float]) -> Prepared:
     """What ``curvestep.calibrate`` says; its gradients are counted and not taken off the steps."""
     optimizers = make(recipe, job["kind"], model, 1.0, NEVER_CLIPS)
+    asked: Any = optimizers if len(optimizers) > 1 else optimizers[0]
     found = calibrate(
         model, lambda batch: recipe.task.loss(model, batch), recipe.task.stream(job["seed"], "measuring"),
-        optimizer=optimizers if len(optimizers) > 1 else optimizers[0], schedule=SCHEDULE[job["kind"]],
+        optimizer=asked, schedule=SCHEDULE[job["kind"]],
         num_steps=recipe.task.steps, budget=LADDER_BUDGETS.get(job["method"]),
     )  # fmt: skip
     found.apply(*optimizers)

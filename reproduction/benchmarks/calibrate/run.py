@@ -69,7 +69,8 @@ NUM_JUDGES = 12  # batches that the final loss is read from
 MOST_RATES = 9  # of a grid
 NUM_POINTS = 100  # of a loss curve that is kept
 NUM_PROBED = 25
-NUM_CURVE_JUDGES = 4  # batches that a curve of held-out loss is read from
+# A point of a curve of held-out loss is read from so many samples, or so many numbers to predict.
+CURVE_SAMPLES, CURVE_NUMBERS = 256, 2048
 FACTORS = (0.5, 2.0, 4.0)  # of the long tasks, on calibrate's rate
 LADDER = "judge-ladder"
 LONG_PART = "judge-long"
@@ -148,6 +149,18 @@ def train(job: Job, *, steps: int | None = None, trace: Path | None = None) -> J
     return {**row, **ending, "found": prepared.found, "seconds": round(time.process_time() - started, 2)}
 
 
+def _enough(judges: list[Batch]) -> list[Batch]:
+    """As many of the first batches as say enough about a curve, whose points share them."""
+    chosen: list[Batch] = []
+    for batch in judges:
+        chosen.append(batch)
+        samples = sum(len(y) for _, y in chosen)
+        numbers = sum(y.numel() for _, y in chosen)
+        if samples >= CURVE_SAMPLES or numbers >= CURVE_NUMBERS:
+            break
+    return chosen
+
+
 class HeldOut:
     """A curve of held-out loss, read at equal distances; only the ladder's tasks have one.
 
@@ -158,7 +171,7 @@ class HeldOut:
         self, recipe: Recipe, model: nn.Module, prepared: Prepared, judges: list[Batch], steps: int
     ) -> None:
         self.recipe, self.model, self.prepared = recipe, model, prepared
-        self.judges = judges[:NUM_CURVE_JUDGES]
+        self.judges = _enough(judges)
         self.losses: list[float | None] = []
         self.points: set[int] = set()
         if recipe.task.name in HELD_OUT_CURVES and steps >= NUM_HELD_OUT:
@@ -346,7 +359,10 @@ def run_ladder(rows: Rows, recipe: Recipe, seeds: tuple[int, ...], methods: list
                 if method in fixed:
                     job["lr"] = fixed[method]
                 if method == RANDOM:
-                    job["budget"] = rows.run(**{**job, "method": "calibrate"})["spent"]
+                    answer = rows.run(**{**job, "method": "calibrate"})
+                    if "spent" not in answer:
+                        continue  # calibrate refused
+                    job["budget"] = answer["spent"]
                 try:
                     rows.run(**job)
                 except NotInstalled as reason:
@@ -359,7 +375,9 @@ def run_long(rows: Rows, recipe: Recipe, seeds: tuple[int, ...]) -> None:
     kind = recipe.optimizers[0]
     for seed in seeds:
         name = {"task": recipe.task.name, "kind": kind, "seed": seed}
-        answer = rows.run(**name, method="calibrate")["found"]
+        answer = rows.run(**name, method="calibrate").get("found")
+        if answer is None:
+            continue  # calibrate refused
         for factor in FACTORS:
             max_norm = answer["max_norm"]
             is_clipped = max_norm is not None and math.isfinite(max_norm)
