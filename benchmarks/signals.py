@@ -2,12 +2,12 @@
 
     python benchmarks/signals.py [--count 500] [--seed 0] [--work measure calibrate]
 
-A thread sends SIGINT, or SIGUSR1 to a handler that raises, to the main thread after a random share of the
-usual time. Then parameters, buffers, gradients, the optimizer's state, the random states of torch, Python
-and numpy, the loader's generator, gradient mode, training modes and signal handlers are compared bit for bit
-with those from before, or, for a measured step, from after the step. A signal that falls into
-``optimizer.step()`` itself is not one of the measurement: it is counted apart. So are exceptions that Python
-drops, in the callback of a weak reference, say: the block must raise them later.
+A thread sends SIGINT, as Ctrl-C does, to the main thread after a random share of the usual time. Then
+parameters, buffers, gradients, the optimizer's state, the random states of torch, Python and numpy, the
+loader's generator, gradient mode, training modes and the signal's handler are compared bit for bit with those
+from before, or, for a measured step, from after the step. A signal that falls into ``optimizer.step()`` itself
+is not one of the measurement: it is counted apart. So are exceptions that Python drops, in the callback of a
+weak reference, say.
 """
 
 import argparse
@@ -30,16 +30,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import curvestep as cs
 from curvestep.smoothness.replay import Replay
-
-HANDLERS = ("stop", "_or_undo_all")  # functions between the place of a signal and its exception
-
-
-class Stop(Exception):
-    """What the handler of the second signal raises."""
-
-
-def stop(*_):
-    raise Stop
 
 
 class Subject:
@@ -93,25 +83,25 @@ class Subject:
             "the loader's generator": self.loader.generator.get_state().numpy().tobytes(),
             "gradient mode": torch.is_grad_enabled(),
             "training modes": [module.training for module in self.model.modules()],
-            "handlers": [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)],
-            "backward": torch.Tensor.backward,
-            "replays": len(Replay.running),
+            "handler": signal.getsignal(signal.SIGINT),
+            "function modes": len(torch.overrides._get_current_function_mode_stack()),
+            "replays": len(Replay.running.replays),
         }
         return parts
 
 
-def send(number, delay, over):
-    """Send a signal to the main thread after ``delay`` seconds, unless it is over by then."""
+def send(delay, over):
+    """Send Ctrl-C to the main thread after ``delay`` seconds, unless it is over by then."""
     time.sleep(delay)
     if not over.is_set():
-        signal.pthread_kill(threading.main_thread().ident, number)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
 
-def struck(name, number, delay):
+def struck(name, delay):
     """Act and be interrupted: what was held before, what is held now, and the exception."""
     subject = Subject()
     before, over = subject.held(), threading.Event()
-    sender = threading.Thread(target=send, args=(number, delay, over))
+    sender = threading.Thread(target=send, args=(delay, over))
     stopped = None
     try:
         sender.start()
@@ -140,12 +130,11 @@ def differences(name, count, seed):
     """How many of ``count`` signals left something else behind, and what."""
     after, seconds = undisturbed(name)
     draw, found = random.Random(seed), collections.Counter()
-    signals = collections.Counter()
+    signals = 0
     places, dropped = set(), []
     sys.unraisablehook = dropped.append
-    while sum(signals.values()) < count:
-        number = draw.choice([signal.SIGINT, signal.SIGUSR1])
-        before, now, stopped = struck(name, number, draw.uniform(0, 1.1 * seconds))
+    while signals < count:
+        before, now, stopped = struck(name, draw.uniform(0, 1.1 * seconds))
         where = traceback.extract_tb(stopped and stopped.__traceback__)
         if name == "measure" and now != before:  # then the step was taken
             before = after
@@ -153,13 +142,12 @@ def differences(name, count, seed):
             found["in optimizer.step()"] += 1
             continue
         found.update(f"{part} differ" for part in now if now[part] != before[part])
-        if not isinstance(stopped, (KeyboardInterrupt, Stop, type(None))):
+        if not isinstance(stopped, (KeyboardInterrupt, type(None))):
             found[f"the exception differs: {stopped}"] += 1
         if any("curvestep" in frame.filename for frame in where):  # else it came before or after
-            signals[number.name] += 1
-            *_, place = (frame for frame in where if frame.name not in HANDLERS)
-            places.add((place.filename, place.lineno))
-    return {"signals": dict(signals), "places": len(places), "dropped": len(dropped), "found": dict(found)}
+            signals += 1
+            places.add((where[-1].filename, where[-1].lineno))
+    return {"signals": signals, "places": len(places), "dropped": len(dropped), "found": dict(found)}
 
 
 def main():
@@ -169,7 +157,6 @@ def main():
     parser.add_argument("--work", nargs="+", default=["measure", "calibrate"], help="which of the two")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore it
-    signal.signal(signal.SIGUSR1, stop)
     sys.setswitchinterval(1e-5)  # the sender shares the interpreter
     torch.set_num_threads(1)
     results = {}

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import IterableDataset
 
 from curvestep.checks import check_count
-from curvestep.smoothness.snapshot import RandomState, undone
+from curvestep.smoothness.snapshot import RandomState, restore_on_exit
 from curvestep.tensors.distributed import any_rank
 
 Batch = Any  # whatever the caller's loss takes
@@ -93,7 +93,7 @@ def unmoved(loader: object) -> Iterator[None]:
         for generator, state in states:
             generator.set_state(state)
 
-    with undone(put_back):
+    with restore_on_exit(put_back):
         yield
 
 

@@ -37,7 +37,7 @@ from curvestep.integrations.reporting import (
 )
 from curvestep.loaders import Readable, unmoved
 from curvestep.smoothness.observer import ClipsItself, batch_length
-from curvestep.smoothness.snapshot import undone
+from curvestep.smoothness.snapshot import restore_on_exit
 from curvestep.tensors.distributed import spans_ranks
 
 require("lightning", "2.5", "lightning")
@@ -351,6 +351,6 @@ def _without_logging(pl_module: LightningModule) -> Iterator[None]:
         own.pop("log_dict", None)
         own.update(before)
 
-    with undone(put_back):
+    with restore_on_exit(put_back):
         own["log"] = own["log_dict"] = _log_nothing
         yield

@@ -41,7 +41,7 @@ from curvestep.loaders import Readable, unmoved
 from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.observer import ClipsItself
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.smoothness.snapshot import undone
+from curvestep.smoothness.snapshot import restore_on_exit
 
 require("transformers", "4.57", "transformers")
 require("accelerate", "1.1", "transformers")
@@ -341,7 +341,7 @@ def _losses_caught(trainer: Trainer) -> Iterator[list[Tensor]]:
     """The losses that ``accelerator.backward`` is given, which does not run."""
     own = vars(trainer.accelerator)
     caught: list[Tensor] = []
-    with undone(lambda: own.pop("backward", None)):
+    with restore_on_exit(lambda: own.pop("backward", None)):
         own["backward"] = lambda loss, **_: caught.append(loss)
         yield caught
 
@@ -354,7 +354,7 @@ def _metrics_restored(trainer: Trainer) -> Iterator[None]:
         for name, value in vars(trainer).items()
         if _is_plain(value) and not name.endswith("_dataset")
     }
-    with undone(lambda: vars(trainer).update(kept)):
+    with restore_on_exit(lambda: vars(trainer).update(kept)):
         yield
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -20,7 +20,7 @@ from torch.utils.hooks import RemovableHandle
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.observer import ForwardCalls, Mark, ObservedStep, alike, fingerprint
 from curvestep.smoothness.replay import Gradients, Replay
-from curvestep.smoothness.snapshot import undone
+from curvestep.smoothness.snapshot import restore_on_exit
 from curvestep.tensors.distributed import any_rank
 from curvestep.tensors.vectors import change, difference, dot, global_norm, precision
 
@@ -122,9 +122,8 @@ def check_determinism(
     if record.state is not None:  # before a replay changes it again
         check_nothing_large_changed(replay, record.state.changed_for_good())
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
-    with forbid_untracked_parameters(replay.model, replay.parameters) as found:
-        first = replay.gradient().gradients
-    eps = max(precision(replay.parameters), record.eps, *found)
+    first, computed_in = _gradient_of_tracked(replay)
+    eps = max(precision(replay.parameters), record.eps, computed_in)
     tolerance = eps**0.5
     gap = 0.0
     if trained is not None:
@@ -396,16 +395,14 @@ def _modules_called_by_python(module: nn.Module) -> Iterator[nn.Module]:
             yield from _modules_called_by_python(child)
 
 
-@contextmanager
-def forbid_untracked_parameters(model: nn.Module, parameters: Iterable[Tensor]) -> Iterator[list[float]]:
-    """Inside, ``loss.backward()`` raises before it changes the gradient of a tensor outside the model.
+def _gradient_of_tracked(replay: Replay) -> tuple[list[Tensor | None], float]:
+    """A replay's gradient, and the coarsest precision of what ``backward()`` was called on.
 
-    The closure may call ``backward()`` itself. Yields a list that gets the relative precision of every loss
-    that is run backward inside.
+    Raises before ``backward()`` changes the gradient of a tensor outside the model, also where the closure
+    calls it.
     """
-    parameters = list(parameters)
-    sharded = any(isinstance(p, DTensor) for p in parameters)  # FSDP2 computes with tensors of its own
-    known = set(map(id, parameters))
+    sharded = any(isinstance(p, DTensor) for p in replay.parameters)  # FSDP2 computes with tensors of its own
+    known = {id(p) for p in replay.parameters}
     precisions: list[float] = []
 
     def check(loss: Tensor) -> None:
@@ -414,10 +411,15 @@ def forbid_untracked_parameters(model: nn.Module, parameters: Iterable[Tensor]) 
         if untracked and not sharded:
             raise untracked_error(untracked)
 
-    watch = BackwardWatch(model, check)
-    with undone(watch.stop):
-        watch.start()
-        yield precisions
+    watch = BackwardWatch(replay.model, check)
+    try:
+        with restore_on_exit(watch.stop):
+            watch.start()
+            gradients = replay.gradient().gradients
+    except BaseException:  # Ctrl-C may have come as the block ended
+        watch.stop()
+        raise
+    return gradients, max(precisions, default=0.0)
 
 
 def _is_trained(leaf: Tensor) -> bool:

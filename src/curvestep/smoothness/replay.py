@@ -22,7 +22,7 @@ from torch.nn.parameter import is_lazy
 
 from curvestep.checks import check_finite
 from curvestep.smoothness.estimators import check_fractions, each
-from curvestep.smoothness.snapshot import PassState, undone
+from curvestep.smoothness.snapshot import PassState, restore_on_exit
 from curvestep.tensors.distributed import (
     any_rank,
     communicates,
@@ -136,17 +136,16 @@ class Replay:
         self._saved = gradients_of(self.parameters)
         self._values = [(g, g.clone()) for g in self._saved if g is not None and self._aliased]
         self._is_open = True
-        self._block = undone(self._put_back)
-        self._block.__enter__()
         return self
 
     def __exit__(self, *_: object) -> None:
         try:
-            self._block.__exit__()
+            with restore_on_exit(self._put_back):
+                pass
         finally:
             self._is_open = False
             self._home = self._swapped = None
-            del self._end, self._saved, self._values, self._block
+            del self._end, self._saved, self._values
 
     def _put_back(self) -> None:
         """Leave everything as the block found it."""
@@ -321,7 +320,6 @@ class Replay:
         return list(torch.autograd.grad(slope, self.parameters, allow_unused=True))
 
     def _prepare(self) -> None:
-        self._block.check()
         (self._start or self._end).restore()
         self._drop_gradients()
         torch.clear_autocast_cache()  # it may hold casts of parameters from before the move

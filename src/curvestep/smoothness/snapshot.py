@@ -8,10 +8,10 @@ import random
 import signal
 import threading
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from types import FrameType
 from typing import Any, ClassVar, TypeGuard
 from weakref import WeakValueDictionary
 
@@ -25,7 +25,6 @@ from torch.nn.parallel import DistributedDataParallel
 from curvestep.tensors.distributed import is_sharded, local
 from curvestep.tensors.vectors import PIECE
 
-Handler = Callable[[int, FrameType | None], object]
 _SEQUENCES = (list, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
@@ -218,76 +217,47 @@ def _checksum(tensor: Tensor) -> int:
     return int(total)
 
 
-class undone:
-    """A block at whose end ``undo`` runs, also where the exception of a signal, such as Ctrl-C's, ends it.
+class restore_on_exit:
+    """A block at whose end ``restore`` runs, and which Ctrl-C cannot keep from it.
 
-    A ``with`` statement alone cannot promise that: the signal may come while it puts things back, or before
-    its first line. So while a block is open, each handler of the process is called from here, and if it
-    raises, open blocks are undone at once, the innermost first. Python drops an exception that is raised in
-    the callback of a weak reference or in ``__del__``: then the block raises it when it is checked or ends.
-    Handlers run in the main thread only, and so do exceptions of theirs: other threads need no such care.
+    One place is left: before the first line of ``__exit__``. Whoever cannot bear that restores again where the
+    exception arrives. A generator would be no better: one that an interrupt leaves suspended restores
+    whenever the garbage is collected.
 
     Args:
-        undo: Puts everything back. It must bear being called several times, and while it runs.
+        restore: Puts everything back. It must be idempotent.
     """
 
-    _open: ClassVar[list[undone]] = []
-    _handlers: ClassVar[dict[int, tuple[Handler, Handler]]] = {}  # ours, and the one that it calls
-
-    def __init__(self, undo: Callable[[], object]) -> None:
-        self._undo = undo
-        self._interrupt: BaseException | None = None
+    def __init__(self, restore: Callable[[], object]) -> None:
+        self._restore = restore
 
     def __enter__(self) -> None:
-        if threading.current_thread() is not threading.main_thread():
-            return
-        if not self._open:
-            self._or_undo_all(self._take_over)
-        self._open.append(self)
+        pass
 
-    def __exit__(self, kind: type[BaseException] | None = None, *_: object) -> None:
+    def __exit__(self, *_: object) -> None:
         try:
-            self._undo()
-        finally:
-            if self in self._open:
-                self._open.remove(self)
-                if not self._open:
-                    self._or_undo_all(self._hand_back)
-        if kind is not GeneratorExit:  # of a block that the signal ended before its caller entered it
-            self.check()
-
-    def check(self) -> None:
-        """Raise the exception of the signal that undid this block, if one did."""
-        if self._interrupt is not None:
-            raise self._interrupt
-
-    @classmethod
-    def _take_over(cls) -> None:
-        for number in signal.valid_signals():
-            handler = signal.getsignal(number)
-            if callable(handler):
-                ours = partial(cls._or_undo_all, handler)
-                cls._handlers[number] = ours, handler
-                signal.signal(number, ours)
-
-    @classmethod
-    def _hand_back(cls) -> None:
-        for number, (ours, handler) in cls._handlers.items():
-            if signal.getsignal(number) is ours:
-                signal.signal(number, handler)
-
-    @classmethod
-    def _or_undo_all(cls, act: Callable[..., object], *args: object) -> None:
-        """Act; if that raises, all blocks are undone and all handlers handed back before anybody sees it."""
-        try:
-            act(*args)
-        except BaseException as error:
-            for block in reversed(cls._open):
-                block._undo()
-                block._interrupt = error
-            cls._open.clear()
-            cls._or_undo_all(cls._hand_back)
+            with interrupts_held_back():
+                self._restore()
+        except KeyboardInterrupt:  # either before it was held back, or after everything was put back
+            self._restore()
             raise
+
+
+@contextmanager
+def interrupts_held_back() -> Iterator[None]:
+    """In the main thread Ctrl-C waits for the end of the block; no other thread is ever interrupted by it."""
+    handler = signal.getsignal(signal.SIGINT)
+    if threading.current_thread() is not threading.main_thread() or not callable(handler):
+        yield
+        return
+    waiting: list[int] = []
+    signal.signal(signal.SIGINT, lambda number, _: waiting.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if waiting:
+            signal.raise_signal(signal.SIGINT)
 
 
 def map_tensors(function: Callable[[Tensor], Tensor], value: Any) -> Any:
