@@ -4,10 +4,10 @@
 
 A thread sends SIGINT, as Ctrl-C does, to the main thread after a random share of the usual time. Then
 parameters, buffers, gradients, the optimizer's state, the random states of torch, Python and numpy, the
-loader's generator, gradient mode, training modes and the signal's handler are compared bit for bit with those
-from before, or, for a measured step, from after the step. A signal that falls into ``optimizer.step()`` itself
-is not one of the measurement: it is counted apart. So are exceptions that Python drops, in the callback of a
-weak reference, say.
+loader's generator, gradient mode, training modes and the signal's handler are compared bit for bit with
+those from before, or, for a measured step, from after the step. A signal that falls into
+``optimizer.step()`` itself is not one of the measurement: it is counted apart. So are exceptions that
+Python drops, in the callback of a weak reference, say.
 """
 
 import argparse

@@ -53,7 +53,7 @@ USES = {
     "theory": set(),
     "tensors": set(),
     "optim": {"steps", "clip_rules", "tensors"},
-    "trace": set(DRAWING),
+    "trace": {"steps", *DRAWING},
     "smoothness": {"steps", "bracket", "tensors", "trace", "lr_schedules"},
     "fit": {"trace", "smoothness", *DRAWING},
     "advice": {"steps", "theory.theorems", "trace"},

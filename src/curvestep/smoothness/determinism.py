@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -46,18 +46,46 @@ class SelfTest:
     # Whether a second test was passed: a ``zero_grad()`` that is missing does not show at the first step.
     confirmed: bool = False
 
-    def is_due(self, record: ObservedStep) -> bool:
+    def is_due(self, seen: ObservedStep) -> bool:
         """Whether too little was tested, or training called the model in another way than it did then."""
-        if not self.confirmed or record.trained.calls != self.calls:
+        if not self.confirmed or seen.trained.calls != self.calls:
             return True
-        return record.state is not None and record.state.modes_changed()
+        return seen.state is not None and seen.state.modes_changed()
 
-    def confirms(self, replay: Replay, trained: Gradients, record: ObservedStep) -> bool:
+    def replayed_gradient(self, replay: Replay, trained: Gradients, seen: ObservedStep) -> Gradients:
+        """The gradient of training's passes, where ``trained`` may be clipped or scaled, from one replay.
+
+        Each time it is compared with what training has: a stray pass may be taken for training's. Only the
+        first replays are searched for whatever else may be wrong.
+        """
+        if self.error is None:
+            return self.run(replay, trained, seen, clipped=True)
+        seen.replayed = ForwardCalls()
+        replay.keep_home()  # a closure that moves the parameters is undone
+        gradients = replay.gradient().gradients
+        self.eps = max(self.eps, seen.eps, precision(replay.parameters))
+        tolerance = self.eps**0.5
+        differs = any_rank(_turned(gradients, trained) > tolerance, replay.model)
+        if differs and not _clipped_by_value(gradients, trained, tolerance):
+            raise RuntimeError(
+                "`.grad` does not belong to the recorded losses. Give "
+                "`probe.record` every loss that is run backward, all of it, and each once; and begin "
+                "every step with `zero_grad()`."
+            )
+        recorded = any(part.calls.calls for part in seen.passes)
+        if seen.replayed.calls and not recorded:
+            # A stray pass is among training's calls, but neither among the replays nor recorded.
+            seen.trained.size = seen.replayed.size
+        self.confirmed = True
+        self.calls = seen.trained.calls
+        return gradients
+
+    def confirms(self, replay: Replay, trained: Gradients, seen: ObservedStep) -> bool:
         """Whether a replay gives the gradient of training again, at a step like the one that was tested.
 
         Without a whole gradient more in memory; if it does not, :meth:`run` says why.
         """
-        if self.error is None or record.trained.calls != self.calls:
+        if self.error is None or seen.trained.calls != self.calls:
             return False
         gap = global_norm(replay.change(trained).parts).item() / _size(trained)
         agrees = not any_rank(not gap <= self.eps**0.5, replay.model)
@@ -65,75 +93,64 @@ class SelfTest:
         return agrees
 
     def run(
-        self, replay: Replay, trained: Gradients | None, record: ObservedStep, *, clipped: bool = False
+        self, replay: Replay, trained: Gradients | None, seen: ObservedStep, *, clipped: bool = False
     ) -> Gradients:
         """Test ``replay``, whose gradient is returned; a gradient that is not finite tests nothing.
 
         A later step that called the model in another way may have run another number of micro-batches, or a
         stray pass may have been taken for training's.
         """
-        record.replayed = ForwardCalls()
-        repeat = self.error is None or not clipped
+        seen.replayed = ForwardCalls()
         try:
-            error, gradients, eps = check_determinism(replay, trained, record, clipped=clipped, repeat=repeat)
+            error, gradients, eps = check_determinism(replay, trained, seen, clipped=clipped)
         except NonDeterministicError as reason:
             if self.error is None:
                 raise
-            raise RuntimeError(self._why_not_again(str(reason), record, clipped=clipped)) from reason
+            if seen.trained.calls == self.calls:
+                raise RuntimeError(str(reason)) from reason
+            raise RuntimeError(
+                "the replay does not give the gradient in `.grad`. The model was called "
+                f"{seen.trained.calls} times since the last step, {self.calls} before the tested one. "
+                "Call the model under `torch.no_grad()` for anything but training. Or call "
+                "`probe.snapshot()` just before the loss is computed."
+            ) from reason
         if math.isfinite(error):
-            recorded = any(part.calls.calls for part in record.passes)
-            if self.error is not None and record.replayed.calls and not recorded:
-                # A stray pass is among training's calls, but neither among the replays nor recorded.
-                record.trained.size = record.replayed.size / (1 + repeat)
+            recorded = any(part.calls.calls for part in seen.passes)
+            if self.error is not None and seen.replayed.calls and not recorded:
+                seen.trained.size = seen.replayed.size / 2  # of two replays
             self.confirmed = self.error is not None
             if self.error is None:
                 self.error = error
-            self.calls, self.eps = record.trained.calls, eps
+            self.calls = seen.trained.calls
+            self.eps = eps
         return gradients
-
-    def _why_not_again(self, reason: str, record: ObservedStep, *, clipped: bool) -> str:
-        if clipped:
-            return (
-                "`.grad` does not belong to the recorded losses. Give "
-                "`probe.record` every loss that is run backward, all of it, and each once; and begin "
-                "every step with `zero_grad()`."
-            )
-        if record.trained.calls == self.calls:
-            return reason
-        return (
-            "the replay does not give the gradient in `.grad`. The model was called "
-            f"{record.trained.calls} times since the last step, {self.calls} before the tested one. "
-            "Call the model under `torch.no_grad()` for anything but training. Or call "
-            "`probe.snapshot()` just before the loss is computed."
-        )
 
 
 def check_determinism(
-    replay: Replay, trained: Gradients | None, record: ObservedStep, *, clipped: bool, repeat: bool
+    replay: Replay, trained: Gradients | None, seen: ObservedStep, *, clipped: bool
 ) -> tuple[float, Gradients, float]:
     r"""Relative difference between two replays of one gradient, the gradient, and the precision of its loss.
 
     Differences up to :math:`\sqrt\varepsilon` are rounding (kernels that add up in any order) and pass; of
     larger ones an error names the cause. The open ``replay`` is where training computed the gradient
     ``trained``, if the closure is to give the same; of one that may be ``clipped`` only the direction of each
-    parameter's part is compared, up to clipping by value. Without ``repeat`` it is replayed once, and the
-    difference is zero.
+    parameter's part is compared, up to clipping by value.
     """
-    if record.state is not None:  # before a replay changes it again
-        check_nothing_large_changed(replay, record.state.changed_for_good())
+    if seen.state is not None:  # before a replay changes it again
+        check_nothing_large_changed(replay, seen.state.changed_for_good())
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
     first, computed_in = _gradient_of_tracked(replay)
-    eps = max(precision(replay.parameters), record.eps, computed_in)
+    eps = max(precision(replay.parameters), seen.eps, computed_in)
     tolerance = eps**0.5
     gap = 0.0
     if trained is not None:
         gap = _turned(first, trained) if clipped else _relative_gap(first, trained, of=first)
         if not clipped and not any_rank(gap != 0, replay.model):
             first = trained  # as it should be: one gradient less to hold
-    error = check_repeatable(replay, first, tolerance=tolerance) if repeat else 0.0
+    error = check_repeatable(replay, first, tolerance=tolerance)
     differs = any_rank(gap > tolerance, replay.model) and not math.isnan(error)
     if trained is not None and differs and not (clipped and _clipped_by_value(first, trained, tolerance)):
-        raise NonDeterministicError(_why_not_training(replay, first, trained, gap, tolerance, record))
+        raise NonDeterministicError(_why_not_training(replay, first, trained, gap, tolerance, seen))
     return error, first, eps  # an error that is not finite: nothing to compare
 
 
@@ -142,19 +159,19 @@ def _size(gradients: Gradients) -> float:
     return global_norm(gradients).item() or 1.0
 
 
-def _relative_gap(one: Iterable[Tensor | None], two: Gradients, *, of: Gradients) -> float:
+def _relative_gap(one: Gradients, two: Gradients, *, of: Gradients) -> float:
     """Norm of the difference of two gradients, over that ``of`` one."""
-    return global_norm(map(change, one, two)).item() / _size(of)
-
-
-def _times(gradient: Tensor | None, factor: float) -> Tensor | None:
-    return None if gradient is None else gradient * factor
+    changes = [change(a, b) for a, b in zip(one, two, strict=True)]
+    return global_norm(changes).item() / _size(of)
 
 
 def _turned(gradients: Gradients, trained: Gradients) -> float:
     """Share of ``trained`` that no factor on each parameter's gradient explains."""
-    factors = [dot([t], [g]) / (dot([g], [g]) or 1.0) for g, t in zip(gradients, trained, strict=True)]
-    return _relative_gap(map(_times, gradients, factors), trained, of=trained)
+    changes: list[Tensor | None] = []
+    for gradient, handed in zip(gradients, trained, strict=True):
+        factor = dot([handed], [gradient]) / (dot([gradient], [gradient]) or 1.0)
+        changes.append(change(None if gradient is None else gradient * factor, handed))
+    return global_norm(changes).item() / _size(trained)
 
 
 def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> float:
@@ -189,7 +206,8 @@ def check_nothing_large_changed(replay: Replay, changed: Tensor | None) -> None:
 
 def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
     what = f"`{replay.function}` gave two different gradients at one point (they differ by {error:.1%}): "
-    (calls, loss), (again, other) = _recorded(replay), _recorded(replay)
+    calls, loss = _recorded(replay)
+    again, other = _recorded(replay)
     pairs = zip(calls, again, strict=False)
     changed = [(one, two) for one, two in pairs if not alike(one.outputs, two.outputs, tolerance)]
     itself = [one for one, two in changed if alike(one.inputs, two.inputs, tolerance)]
@@ -228,7 +246,7 @@ def _why_not_training(
     trained: Gradients,
     gap: float,
     tolerance: float,
-    record: ObservedStep,
+    seen: ObservedStep,
 ) -> str:
     what = f"The closure's gradient is not the one in `.grad` (they differ by {gap:.1%}): "
     scale = global_norm(trained).item() / _size(replayed)
@@ -242,7 +260,8 @@ def _why_not_training(
         )
     if _clipped_by_value(replayed, trained, tolerance):
         return what + "it was clipped by value before the block. Clip inside the block."
-    there, again = record.trained.inputs, record.replayed.inputs
+    there = seen.trained.inputs
+    again = seen.replayed.inputs
     here = again[: len(again) // 2]  # of the first replay
     if not there:
         return what + (
@@ -301,7 +320,7 @@ def _recorded(replay: Replay) -> tuple[list[Call], float]:
 
 def untracked_error(tensors: Sequence[Tensor]) -> UntrackedParametersError:
     """The error for tensors that training moves and a replay does not."""
-    numbers = sum(map(torch.numel, tensors))
+    numbers = sum(tensor.numel() for tensor in tensors)
     return UntrackedParametersError(
         f"The loss also trains {len(tensors)} tensors outside `model` ({numbers} numbers, the first of shape "
         f"{tuple(tensors[0].shape)}). Give one module that holds all that is trained, such as "

@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from curvestep.checks import check_choice, check_count, check_positive
+from curvestep.smoothness.schedule import check_fractions
 from curvestep.tensors.distributed import whole
 from curvestep.tensors.vectors import difference, global_norm, precision
 from curvestep.trace.schema import ESTIMATORS
@@ -254,16 +255,6 @@ def central_length(point: Sequence[Tensor], *, eps: float | None = None) -> floa
     if eps is None:
         eps = precision(point)
     return check_positive("eps", eps) ** (1 / 3) * (global_norm(point).item() or 1.0)
-
-
-def check_fractions(fractions: Iterable[float]) -> tuple[float, ...]:
-    """The fractions in ascending order, if they lie in (0, 1]."""
-    if not isinstance(fractions, Iterable):
-        raise TypeError(f"`fractions` must be several numbers, such as (0.5, 1.0), got {fractions!r}.")
-    ordered = tuple(sorted(map(float, fractions)))
-    if not ordered or not 0.0 < ordered[0] <= ordered[-1] <= 1.0:
-        raise ValueError(f"`fractions` must be numbers in (0, 1], at least one, got {ordered}.")
-    return ordered
 
 
 def check_estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int]:

@@ -18,8 +18,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import chain
+from functools import cache, cached_property
 
 import torch
 from torch import Tensor
@@ -91,30 +90,37 @@ class ChangeInMetric:
     """
 
     def __init__(self, geometry: Geometry, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
-        self._scales, self._parameters, self._start = geometry.scales, parameters, start
+        self._scales = geometry.scales
+        self._parameters = parameters
+        self._start = start
         self._changes: dict[int, list[float]] = {}
         self._steps: dict[int, list[float]] = {}
 
     def __call__(self, i: int, new: Tensor | None, old: Tensor | None) -> None:
         """Take one parameter's part."""
-        scale, p = self._scales[i], self._parameters[i].detach()
+        scale = self._scales[i]
         if scale is None:
             return
+        p = self._parameters[i].detach()
         tensors = [p, self._start[i], _dense(new, p), _dense(old, p), *scale.squares]
-        steps = self._steps[i] = list[float]()
-        changes = self._changes[i] = list[float]()
+        steps: list[float] = []
+        changes: list[float] = []
         for x, y, here, before, *squares in _pieces(tensors):
             P = scale.values(*squares)
-            step, change = (x - y).abs(), (here - before).abs()
+            step = (x - y).abs()
+            change = (here - before).abs()
             steps.append(dot([step], [step * P]))
             changes.append(dot([change], [change / P]))
+        self._steps[i] = steps
+        self._changes[i] = changes
 
     def smoothness(self, fraction: float) -> float | None:
         """‖P^(-1/2) change of the gradient‖ / ‖P^(1/2) way there‖; None if nothing moved.
 
         Inside the step ``start`` holds its end, see ``Replay.along``: what was seen is the rest of the step.
         """
-        change, length = _root_of_sum(self._changes), _root_of_sum(self._steps)
+        change = _root_of_sum(self._changes)
+        length = _root_of_sum(self._steps)
         if length == 0:
             return None
         if fraction < 1.0:
@@ -123,7 +129,7 @@ class ChangeInMetric:
 
 
 def _root_of_sum(squares: Mapping[int, list[float]]) -> float:
-    return math.sqrt(math.fsum(chain.from_iterable(squares.values())))
+    return math.sqrt(math.fsum(square for pieces in squares.values() for square in pieces))
 
 
 def _dense(gradient: Tensor | None, p: Tensor) -> Tensor:
@@ -149,13 +155,17 @@ def geometry_of(
     """
     if len(optimizers) != 1:
         return Geometry(missing=f"{len(optimizers)} optimizers stepped")
-    optimizer, name = optimizers[0], type(optimizers[0]).__name__
-    family = family_of(optimizer)
+    optimizer = optimizers[0]
+    name = type(optimizer).__name__
+    family = _family_of_class(type(optimizer))
     adam = family is Family.ADAM
-    if not adam and not family.is_descent:
+    if not adam and family is not Family.SGD:
         return Geometry(missing=f"how {name} steps is not known")
     edges = {_edge(group, adam=adam) for group in optimizer.param_groups}
-    momentum, limit = edges.pop() if len(edges) == 1 else (None, None)
+    momentum = None
+    limit = None
+    if len(edges) == 1:
+        momentum, limit = edges.pop()
     top = max(rates, default=0.0)
     scales: dict[int, Scale | None] = {}
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -171,6 +181,12 @@ def geometry_of(
     if not any(known):
         return Geometry(momentum, limit, missing="its lr is zero, or its state empty")
     return Geometry(momentum, limit, known)
+
+
+@cache
+def _family_of_class(kind: type[Optimizer]) -> Family:
+    """Its family; a class does not tell whether there is momentum, which the groups do."""
+    return family_of(kind)
 
 
 def _adam_scale(p: Tensor, group: Row, state: Row, ratio: float) -> Scale | None:

@@ -68,7 +68,8 @@ class SlopeAlong:
     """Inner product of a change of the gradient with the step from ``start``, parameter by parameter."""
 
     def __init__(self, parameters: Sequence[Tensor], start: Sequence[Tensor]) -> None:
-        self._parameters, self._start = parameters, start
+        self._parameters = parameters
+        self._start = start
         self._parts: dict[int, float] = {}
 
     def __call__(self, i: int, new: Tensor | None, old: Tensor | None) -> None:
@@ -84,7 +85,8 @@ class SlopeAlong:
 def norms_part(start: Start, parameters: Sequence[Tensor], groups: Mapping[str, Sequence[int]]) -> Row:
     """Norms of gradient and step, whole and by layer, and the cosine between the step and −g."""
     lengths = [change(p.detach(), s) for p, s in zip(parameters, start.point, strict=True)]
-    g, length = start.grad_norm, global_norm(lengths).item()
+    g = start.grad_norm
+    length = global_norm(lengths).item()
     part: Row = {"grad_norm": g, "step_norm": length}
     if g > 0 and length > 0:
         along = SlopeAlong(parameters, start.point)
@@ -102,7 +104,7 @@ def norms_part(start: Start, parameters: Sequence[Tensor], groups: Mapping[str, 
 def summary_part(row: Row) -> Row:
     """Status and edge of a row, and its loss where only that after the step is known."""
     measured = [row[name] for name in ESTIMATORS if row.get(name) is not None]
-    status = OK if all(map(math.isfinite, measured)) else NONFINITE
+    status = OK if all(math.isfinite(value) for value in measured) else NONFINITE
     part: Row = {"status": status, "loss": row.get("loss", row.get("loss_after"))}
     if row["lr"] is not None:
         part["edge"] = row["lr"] * row["smoothness"] / 2

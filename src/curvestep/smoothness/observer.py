@@ -8,7 +8,6 @@ import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
@@ -21,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from curvestep.lr_schedules import group_peak
 from curvestep.optimizer_family import family_of, parameters_of, threshold_of
-from curvestep.smoothness.estimators import each
 from curvestep.smoothness.replay import Closure, Gradients, checked_loss, gradients_of, is_empty
 from curvestep.smoothness.snapshot import PassState
+from curvestep.steps import is_clipped
 from curvestep.tensors.distributed import local
 from curvestep.tensors.vectors import global_norm
 from curvestep.trace.schema import Row
@@ -41,9 +40,11 @@ class Mark(NamedTuple):
 
     def is_like(self, other: Mark, tolerance: float) -> bool:
         """Whether both are of the same values, up to rounding."""
-        near = partial(math.isclose, rel_tol=0.0, abs_tol=tolerance * max(self.size, other.size))
-        sums = (self.total, self.weighted), (other.total, other.weighted)
-        return self.shape == other.shape and all(map(near, *sums))
+        if self.shape != other.shape:
+            return False
+        gap = tolerance * max(self.size, other.size)
+        pairs = ((self.total, other.total), (self.weighted, other.weighted))
+        return all(math.isclose(a, b, rel_tol=0.0, abs_tol=gap) for a, b in pairs)
 
 
 @dataclass
@@ -67,13 +68,6 @@ class RecentLoss:
         self.num_steps += step != self.last_step
         self.last_step = step
 
-    @property
-    def part(self) -> Row:
-        """Their mean and the number of their steps, for the row; nothing if none was seen."""
-        if self.num_steps == 0:
-            return {}
-        return {"recent_loss": float(self.total) / self.weight, "recent_steps": self.num_steps}
-
 
 @runtime_checkable
 class ClipsItself(Protocol):
@@ -81,6 +75,24 @@ class ClipsItself(Protocol):
 
     def clip_stats(self) -> Mapping[str, float]:
         """At least the norm of the last gradient and the ``coefficient`` of the last step."""
+        ...
+
+
+@runtime_checkable
+class HasEdge(Protocol):
+    """An optimizer that says where its rule bends."""
+
+    def clip_edge(self) -> tuple[float, float]:
+        """The gradient norm there, and the coefficient."""
+        ...
+
+
+@runtime_checkable
+class LogsSpikes(Protocol):
+    """An optimizer that keeps a log of gradients that stood out."""
+
+    def spikes(self) -> list[Row]:
+        """The log, oldest first."""
         ...
 
 
@@ -98,9 +110,6 @@ class ForwardCalls:
         self.size += batch_length([*args, *kwargs.values()])
         if with_inputs:
             self.inputs.append(fingerprint((args, kwargs)))
-
-    def __add__(self, other: ForwardCalls) -> ForwardCalls:
-        return ForwardCalls(self.calls + other.calls, self.size + other.size, self.inputs + other.inputs)
 
 
 @dataclass(eq=False)
@@ -135,13 +144,14 @@ class TrainingLoss:
         self._passes = passes
         self._parameters = parameters
         self._backward = backward
-        self._total = sum(map(attrgetter("weight"), passes))
+        self._total = sum(part.weight for part in passes)
 
-    def mean(self, losses: Sequence[object]) -> Tensor:
-        """The weighted mean of one loss a pass."""
-        shares = [part.weight / self._total for part in self._passes]
-        parts = [torch.as_tensor(loss).item() * share for loss, share in zip(losses, shares, strict=True)]
-        return torch.tensor(sum(parts), dtype=torch.float64)
+    def mean(self, losses: Sequence[object]) -> float:
+        """The weighted mean of one loss per pass."""
+        mean = 0.0
+        for part, loss in zip(self._passes, losses, strict=True):
+            mean += torch.as_tensor(loss).item() * (part.weight / self._total)
+        return mean
 
     def __call__(self) -> object:
         """One micro-batch's loss as it is; of several, each is run backward and the mean returned."""
@@ -160,10 +170,10 @@ class TrainingLoss:
                 loss.register_hook(scales.append)
                 backward(loss)
         if scales and scales[-1] != 1:
-            each(
-                lambda gradient: gradient.div_(scales[-1].to(gradient.device)), gradients_of(self._parameters)
-            )
-        return self.mean(losses)
+            for gradient in gradients_of(self._parameters):
+                if gradient is not None:
+                    gradient.div_(scales[-1].to(gradient.device))
+        return torch.tensor(self.mean(losses), dtype=torch.float64)
 
 
 @dataclass
@@ -177,12 +187,27 @@ class ObservedStep:
     eps: float = 0.0  # relative precision under autocast, zero without
     inputs: dict[int, Tensor] = field(default_factory=dict)  # of the model, that require grad, by identity
 
-    def see(self, args: tuple[object, ...], kwargs: dict[str, object], parameter: Tensor) -> None:
-        """Take note of autocast, if it is on, and of leaves that require a gradient: replays leave theirs."""
-        device = parameter.device.type
+    def see_call(
+        self,
+        model: nn.Module,
+        args: tuple[object, ...],
+        kwargs: dict[str, object],
+        device: str,
+        *,
+        with_inputs: bool,
+    ) -> None:
+        """Take note of a call by training: state, autocast, and leaves that require a gradient.
+
+        ``with_inputs``, also keep a fingerprint of what the model was called with.
+        """
+        if self.state is None:
+            self.state = PassState(model)
         if torch.is_autocast_enabled(device):
             self.eps = max(self.eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
-        self.inputs |= {id(t): t for t in tensors_in((args, kwargs)) if t.is_leaf and t.requires_grad}
+        for tensor in tensors_in((args, kwargs)):
+            if tensor.is_leaf and tensor.requires_grad:
+                self.inputs[id(tensor)] = tensor
+        self.trained.record(args, kwargs, with_inputs=with_inputs)
 
     def run(self, part: Pass, parameters: Sequence[Tensor]) -> Any:
         """The loss of one pass of training, which is recorded.
@@ -191,7 +216,8 @@ class ObservedStep:
         is not added to theirs.
         """
         from_zero = _is_zero(parameters)
-        others, self.trained = self.trained, part.calls
+        others = self.trained
+        self.trained = part.calls
         self.passes.append(part)
         try:
             loss = part.loss_fn()
@@ -209,6 +235,21 @@ class ObservedStep:
         self.passes = [part for part in self.passes if not (from_zero and part.summed)]
         for part in self.passes:
             part.summed = True
+
+    def take_recorded(self) -> None:
+        """The passes that training recorded are those of the step: its state and its calls are theirs."""
+        if not self.passes:
+            raise ValueError(
+                "no loss was recorded for this step. Compute it with `loss = probe.record(loss_fn)` before "
+                "each backward pass; with Lightning's manual optimization, `loss = record(self, loss_fn)`."
+            )
+        self.state = self.passes[0].state
+        if self.passes[0].calls.calls:
+            self.trained = ForwardCalls()
+            for part in self.passes:
+                self.trained.calls += part.calls.calls
+                self.trained.size += part.calls.size
+                self.trained.inputs += part.calls.inputs
 
 
 def _is_zero(parameters: Sequence[Tensor]) -> bool:
@@ -228,7 +269,7 @@ def fingerprint(value: object) -> list[Mark]:
 
 def alike(one: Sequence[Mark], two: Sequence[Mark], tolerance: float) -> bool:
     """Whether two fingerprints are of the same values, up to rounding."""
-    return len(one) == len(two) and all(map(partial(Mark.is_like, tolerance=tolerance), one, two))
+    return len(one) == len(two) and all(a.is_like(b, tolerance) for a, b in zip(one, two, strict=True))
 
 
 def tensors_in(value: object) -> Iterator[Tensor]:
@@ -275,13 +316,19 @@ def _tell(listener: Listener, args: tuple[object, ...], kwargs: dict[str, object
 
 
 class StepObserver:
-    """The optimizers that step, their learning rates then, and the gradient that they are handed."""
+    """The optimizers that step, their learning rates then, and the gradient that they are handed.
 
-    def __init__(self, parameters: Sequence[Tensor]) -> None:
+    Args:
+        parameters: Of the model; an optimizer that has none of them is left alone.
+        with_facts: Collect facts about the first optimizer, for the header of a trace.
+    """
+
+    def __init__(self, parameters: Sequence[Tensor], *, with_facts: bool = False) -> None:
         self._parameters = parameters
+        self._with_facts = with_facts
         self.optimizers: list[Optimizer] = []
         self.rates: list[float] = []  # lr of each group of each optimizer
-        self.peaks: list[float] = []  # of their schedules, as far as the groups say
+        self.facts: Row = {}
         self._grad_norm: Tensor | None = None
         self._handle = register_optimizer_step_pre_hook(self)
 
@@ -302,31 +349,43 @@ class StepObserver:
         groups = [group for stepping in self.optimizers for group in stepping.param_groups]
         rated = [group for group in groups if "lr" in group]
         self.rates = [float(group["lr"]) for group in rated]
-        self.peaks = list(map(group_peak, rated))
-
-    @property
-    def lr(self) -> float | None:
-        """The largest; None where no optimizer has one."""
-        return max(self.rates, default=None)
+        if self._with_facts:
+            peaks = [group_peak(group) for group in rated]
+            rates = {"start_lr": max(self.rates, default=None), "peak_lr": max(peaks, default=None)}
+            self.facts = {**optimizer_facts(self.optimizers[0]), **rates}
 
     def stop(self) -> None:
         """Observe no longer."""
         self._handle.remove()
 
-    @property
-    def clip_edge(self) -> tuple[float, float]:
-        """Where the optimizer's rule bends: gradient norm and coefficient, NaN and 1 if it does not say."""
-        for optimizer in self.optimizers:
-            edge = getattr(optimizer, "clip_edge", None)
-            if edge is not None:
-                return edge()
-        return math.nan, 1.0
+    def part(self, gradients: Gradients | None, grad_norm: float) -> Row:
+        """The row's optimizer, lr and clipping; the gradient is the one before any clipping, if known."""
+        part: Row = {"lr": max(self.rates, default=None)}
+        part["coefficient"] = coefficient = self.coefficient(gradients, grad_norm)
+        if self.optimizers:
+            part["optimizer"] = type(self.optimizers[0]).__name__
+        if coefficient is None:
+            return part
+        edges = [optimizer.clip_edge() for optimizer in self.optimizers if isinstance(optimizer, HasEdge)]
+        max_norm, edge = edges[0] if edges else (math.nan, 1.0)
+        part["clipped"] = bool(is_clipped(coefficient, edge=edge))
+        if edge < 1 and math.isfinite(max_norm):  # a smooth rule: the coefficient does not tell it
+            part["max_norm"] = max_norm
+        return part
 
     def coefficient(self, gradients: Gradients | None, grad_norm: float) -> float | None:
         """The factor of clipping on the gradient of this norm, before the optimizer and in it."""
-        own = next((optimizer for optimizer in self.optimizers if isinstance(optimizer, ClipsItself)), None)
-        if own is not None:
-            return self._own_coefficient(own, own.clip_stats(), gradients, grad_norm)
+        for optimizer in self.optimizers:
+            if not isinstance(optimizer, ClipsItself):
+                continue
+            stats = optimizer.clip_stats()
+            if gradients is not None:  # it may train a part of the model
+                own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+                pairs = zip(self._parameters, gradients, strict=True)
+                grad_norm = global_norm(g for p, g in pairs if id(p) in own).item()
+            if not grad_norm > 0:
+                return stats["coefficient"]
+            return stats["coefficient"] * stats["grad_norm"] / grad_norm
         if not (self.optimizers and grad_norm > 0):
             return None
         handed = self._grad_norm
@@ -337,16 +396,12 @@ class StepObserver:
             handed = global_norm(given)
         return handed.item() / grad_norm
 
-    def _own_coefficient(
-        self, optimizer: Optimizer, stats: Mapping[str, float], gradients: Gradients | None, grad_norm: float
-    ) -> float:
-        """The factor of an optimizer on its last step, and of clipping before it."""
-        if gradients is not None:  # it may train a part of the model
-            pairs = zip(self._parameters, gradients, strict=True)
-            grad_norm = global_norm(g for p, g in pairs if trains_any(optimizer, [p])).item()
-        if not grad_norm > 0:
-            return stats["coefficient"]
-        return stats["coefficient"] * stats["grad_norm"] / grad_norm
+    def spike_log(self) -> list[Row] | None:
+        """The spikes that the optimizers have logged; None if none of them keeps a log."""
+        logs = [optimizer.spikes() for optimizer in self.optimizers if isinstance(optimizer, LogsSpikes)]
+        if not logs:
+            return None
+        return [spike for log in logs for spike in log]
 
 
 def optimizer_facts(optimizer: Optimizer) -> Row:
@@ -357,7 +412,8 @@ def optimizer_facts(optimizer: Optimizer) -> Row:
         >>> optimizer_facts(torch.optim.AdamW([w], lr=0.1))["betas"]
         [0.9, 0.999]
     """
-    groups, threshold = optimizer.param_groups, threshold_of(optimizer)
+    groups = optimizer.param_groups
+    threshold = threshold_of(optimizer)
     facts: Row = {name: _shared_option(groups, name) for name in ("momentum", "betas", "weight_decay")}
     clipping = "none"
     if threshold in groups[0] and isinstance(optimizer, ClipsItself):
@@ -386,7 +442,7 @@ def _shared_option(groups: Sequence[Row], name: str) -> float | list[float] | No
 
 def trains_any(optimizer: Optimizer, parameters: Sequence[Tensor]) -> bool:
     """Whether the optimizer has any of the parameters."""
-    ids = set(map(id, parameters))
+    ids = {id(p) for p in parameters}
     return any(id(p) in ids for p in parameters_of(optimizer))
 
 

@@ -24,23 +24,24 @@ from torch.utils.hooks import RemovableHandle
 from curvestep.checks import check_choice, check_count, check_positive
 from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.determinism import NonDeterministicError
-from curvestep.smoothness.estimators import check_estimators, check_fractions
+from curvestep.smoothness.estimators import check_estimators
 from curvestep.smoothness.measurement import layer_groups
 from curvestep.smoothness.observer import (
     ForwardCalls,
     ForwardHook,
+    ObservedStep,
     Pass,
     RecentLoss,
     differs_in_eval,
     trains_any,
 )
 from curvestep.smoothness.oracle import GradientOracle, check_oracle
-from curvestep.smoothness.probed_step import ProbedStep, Setup
-from curvestep.smoothness.replay import Closure, trainable_parameters, versions_of
-from curvestep.smoothness.schedule import Schedule
+from curvestep.smoothness.probed_step import Memory, ProbedStep, Settings, no_closure
+from curvestep.smoothness.replay import Closure, Replay, versions_of
+from curvestep.smoothness.schedule import Schedule, check_fractions
 from curvestep.smoothness.snapshot import PassState
 from curvestep.tensors.distributed import any_rank, from_rank_zero, is_writer, over_ranks, spans_ranks
-from curvestep.trace.schema import FAILED, Row
+from curvestep.trace.schema import Row
 from curvestep.trace.trace import Trace
 
 _CONTINUES = "Training continues; further failures are only recorded in the trace."
@@ -118,26 +119,30 @@ class SmoothnessProbe:
             fractions = check_fractions(fractions)
         if num_steps is not None:
             check_count("num_steps", num_steps)
+        self.on_error = check_choice("on_error", on_error, ("mark", "raise", "off"))
+        replay = Replay(model, no_closure)
         self.model = model
         self.num_steps = num_steps
-        self.on_error = check_choice("on_error", on_error, ("mark", "raise", "off"))
-        self._setup = Setup(
-            model=model,
-            parameters=trainable_parameters(model),
+        self.parameters = replay.parameters
+        self.oracle = check_oracle(oracle)
+        self._settings = Settings(
+            replay=replay,
             fractions=fractions,
             estimators=check_estimators(estimators),
-            oracle=check_oracle(oracle),
+            oracle=self.oracle,
             backward=backward,
+            groups=layer_groups(model, self.parameters) if layers else {},
         )
-        self.parameters, self.oracle = self._setup.parameters, self._setup.oracle
-        if layers:
-            self._setup.groups = layer_groups(model, self.parameters)
         self.schedule = Schedule(every=every, max_overhead=max_overhead)
         self.trace = self._new_trace(trace, if_exists)
         self.step = 0
-        self._current = ProbedStep(self._setup)
+        self._memory = Memory()
         self._recent = RecentLoss()
-        self._closed = self._failed = False
+        self._seen = ObservedStep()  # what training does for the step that comes
+        self._measured: ProbedStep | None = None  # that step, once its measurement began
+        self._optimizer_steps = False  # and may call the model as often as it likes
+        self._closed = False
+        self._failed = False
         self._warned: set[str] = set()
         self._listeners: list[Callable[[Row], object]] = []
         hook = ForwardHook(self._see_forward)
@@ -168,9 +173,8 @@ class SmoothnessProbe:
         """
         _check_loss_fn(closure)
         if self.due:
-            record = self._current.record
-            record.passes = [Pass(closure, state=record.state, loss=loss)]
-        self._begin(batch_size=batch_size, halves=halves)
+            self._seen.passes = [Pass(closure, state=self._seen.state, loss=loss)]
+        self._begin(None, clipped=False, batch_size=batch_size, halves=halves)
         try:
             yield
         except BaseException:
@@ -197,17 +201,17 @@ class SmoothnessProbe:
             batch_size: Samples in it, for the row. Default: the length of the model's first input.
         """
         _check_loss_fn(loss_fn)
-        check_positive("weight", weight)
+        if weight != 1.0:
+            check_positive("weight", weight)
         if not self._measures():
             loss = loss_fn()
             self._recent.see(loss, weight, self.step)
             return loss
-        if self._current.optimizers is not None:  # the step that had begun raised
+        if self._measured is not None:  # the step that had begun raised
             self._forget_step()
-        record = self._current.record
         part = Pass(loss_fn, weight, PassState(self.model))
-        record.state = record.state or part.state
-        loss = record.run(part, self.parameters)
+        self._seen.state = self._seen.state or part.state
+        loss = self._seen.run(part, self.parameters)
         self._recent.see(loss, weight, self.step)
         if batch_size is not None:
             part.calls.size = batch_size
@@ -216,43 +220,36 @@ class SmoothnessProbe:
 
     def _begin(
         self,
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizer | None,
         *,
-        clipped: bool = False,
+        clipped: bool,
         batch_size: int | None = None,
         halves: tuple[Closure, Closure] | None = None,
     ) -> None:
-        """Measure before the optimizer's step, if this step is due; ``optimizer`` has begun its own already.
-
-        A gradient that may have been ``clipped`` or scaled since the backward pass is computed again.
-        """
+        """Measure before the optimizer's step, if this one is due; ``optimizer`` has begun its own."""
         if not self._measures():
             return
-        step = self._current
-        step.row = {"step": self.step, "batch_size": batch_size}
-        self._check_mode()
+        if not self.model.training:
+            self._warn_of_eval_mode()
+        row: Row = {"step": self.step, "batch_size": batch_size}
+        step = self._measured = ProbedStep(self._settings, self._memory, self._seen, row)
         try:
-            self._attempt(partial(step.measure_start, clipped=clipped))
-            if halves is not None:
-                self._attempt(partial(step.measure_noise, halves))
+            self._attempt(step, partial(step.before, clipped=clipped, halves=halves))
+            step.observe(optimizer, with_facts=len(self.trace) == 0)
         except BaseException:
             self._finish_step()
             raise
-        if any_rank(step.start is None, self.model):
-            step.start = None
-        step.begin(optimizer)
+        self._optimizer_steps = True
 
     def _end(self) -> None:
         """Measure after the optimizer's step, write the row, and count the step."""
-        step = self._current
+        step = self._measured
+        self._optimizer_steps = False
         try:
-            if step.optimizers is not None:
-                step.optimizers.stop()
-                step.stepping = False
-                if step.start is not None:
-                    self._attempt(step.measure_end)
+            if step is not None:
+                self._attempt(step, step.after)
                 self._write(step)
-                self._setup.measurements += 1
+                self._memory.measurements += 1
         finally:
             self._finish_step()
 
@@ -289,11 +286,12 @@ class SmoothnessProbe:
 
     @property
     def due(self) -> bool:
-        """Whether the step that comes is measured."""
+        """True if the next step will be measured."""
         return self.step == self.schedule.next and not self._closed
 
     def __repr__(self) -> str:
-        rows, spent = self.schedule.num_rows, self.schedule.num_gradients
+        rows = self.schedule.num_rows
+        spent = self.schedule.num_gradients
         share = spent / max(self.step, 1)
         return f"<SmoothnessProbe: {rows} rows in {self.step} steps, {spent} extra gradients ({share:.0%})>"
 
@@ -304,9 +302,8 @@ class SmoothnessProbe:
         whole: then call this just before the loss is computed.
         """
         if self.due:
-            record = self._current.record
-            record.state = PassState(self.model)
-            record.trained = ForwardCalls()
+            self._seen.state = PassState(self.model)
+            self._seen.trained = ForwardCalls()
 
     def close(self) -> None:
         """Stop observing model and optimizer and close the trace's file; later steps are not measured."""
@@ -317,17 +314,22 @@ class SmoothnessProbe:
 
     def state_dict(self) -> Row:
         """State for a checkpoint: a resumed run measures the same steps. The rows are in the trace."""
-        setup = self._setup
-        memory = {"measurements": setup.measurements, "rates": [*setup.rates], "spikes": [*setup.spikes]}
-        recent = asdict(self._recent) | {"total": float(self._recent.total)}
-        return {"step": self.step, **memory, "recent": recent, "schedule": self.schedule.state_dict()}
+        memory = self._memory
+        return {
+            "step": self.step,
+            "measurements": memory.measurements,
+            "rates": [*memory.rates],
+            "spikes": [*memory.spikes],
+            "recent": asdict(self._recent) | {"total": float(self._recent.total)},
+            "schedule": self.schedule.state_dict(),
+        }
 
     def load_state_dict(self, state: Row) -> None:
         """Continue where :meth:`state_dict` was taken; rows measured after it are cut from the trace."""
         self.step = check_count("step", state["step"], least=0)
-        self._setup.measurements = state["measurements"]
-        self._setup.rates.extend(state.get("rates", ()))
-        self._setup.spikes = list(state.get("spikes", ()))
+        self._memory.measurements = state["measurements"]
+        self._memory.rates.extend(state.get("rates", ()))
+        self._memory.spikes = list(state.get("spikes", ()))
         self._recent = RecentLoss(**state.get("recent", {}))
         self.schedule.load_state_dict(state["schedule"])
         self.trace.cut(self.step)
@@ -335,7 +337,8 @@ class SmoothnessProbe:
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         """Begin, after the closure if the optimizer is given one: before it there is no gradient."""
-        self._check_others()
+        if self._versions and self._versions != versions_of(self._unheld):
+            self._warn_of_others()
         closure = kwargs.get("closure", args[1] if len(args) > 1 else None)
         if not self.due or not callable(closure):
             self._begin(optimizer, clipped=True)
@@ -343,7 +346,7 @@ class SmoothnessProbe:
 
         def first_closure() -> object:
             loss = closure()
-            if self._current.optimizers is None:
+            if self._measured is None:
                 self._begin(optimizer, clipped=True)
             return loss
 
@@ -364,81 +367,87 @@ class SmoothnessProbe:
         return self.due
 
     def _see_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        if self.due and not self._current.stepping and torch.is_grad_enabled():
-            self._current.see_forward(args, kwargs)
+        """Called before each call of the model: by training, by this probe's replay, or by another's."""
+        if self._optimizer_steps or not self.due or not torch.is_grad_enabled():
+            return
+        with_inputs = not self._memory.test.confirmed
+        if self._settings.replay in Replay.running.replays:
+            self._seen.replayed.record(args, kwargs, with_inputs=with_inputs)
+        elif not Replay.running.replays:
+            device = self.parameters[0].device.type
+            self._seen.see_call(self.model, args, kwargs, device, with_inputs=with_inputs)
 
-    def _attempt(self, measure: Callable[[], None]) -> None:
+    def _attempt(self, step: ProbedStep, measure: Callable[[], None]) -> None:
         """Call ``measure``; its failure is noted in the row."""
         try:
             measure()
-        except NonDeterministicError as error:
-            if self.on_error != "off":
-                raise  # no measurement would mean anything: better now than after the run
-            self._note_failure(error)
         except Exception as error:
-            self._note_failure(error)
+            step.close()
+            if isinstance(error, NonDeterministicError) and self.on_error != "off":
+                raise  # no measurement would mean anything: better now than after the run
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            step.fail(reason)
+            self._failed = True
+            self._warn_of_failure(reason)
             if self.on_error == "raise":
-                self._write(self._current)
+                self._write(step)
                 raise
+        except BaseException:
+            step.close()  # Ctrl-C may have come just before a replay put everything back
+            raise
 
-    def _note_failure(self, error: Exception) -> None:
-        reason = f"{type(error).__name__}: {error}".splitlines()[0]
-        self._current.row["status"] = f"{FAILED}{reason}"
+    def _warn_of_failure(self, reason: str) -> None:
         text = f"A smoothness measurement failed at step {self.step}: {reason}"
-        self._failed = True
         if self.on_error == "off":
             text = f"{text} No more are taken."
         if self.on_error != "raise":
             self._warn_once("measure", f"{text} {_CONTINUES}")
 
-    def _check_mode(self) -> None:
+    def _warn_of_eval_mode(self) -> None:
         """Warn of a model in eval mode, where that makes another loss."""
-        if self.model.training:
-            return
-        for layer in filter(differs_in_eval, self.model.modules()):
-            self._warn_once(
-                "mode",
-                f"The model is in eval mode, and {type(layer).__name__} acts otherwise in training. "
-                "Sharpness is that of another loss. Call `model.train()` before the forward pass.",
-            )
+        for layer in self.model.modules():
+            if differs_in_eval(layer):
+                self._warn_once(
+                    "mode",
+                    f"The model is in eval mode, and {type(layer).__name__} acts otherwise in training. "
+                    "Sharpness is that of another loss. Call `model.train()` before the forward pass.",
+                )
 
     def _after_step(self, *_: object) -> None:
         """End, and remember what the watched optimizer has no hold of."""
         self._end()
         self._versions = versions_of(self._unheld)
 
-    def _check_others(self) -> None:
-        """Warn once where such parameters move between two steps of the watched optimizer."""
-        if self._versions and self._versions != versions_of(self._unheld):
-            self._warn_once(
-                "optimizers",
-                f"The probe watches {type(self._watched).__name__}, and something else trains "
-                f"{len(self._unheld)} parameters of the same model outside of the measured steps. Make a "
-                "probe for each optimizer, with its module. Or put the steps of all into one "
-                "`with probe(loss_fn):`.",
-            )
+    def _warn_of_others(self) -> None:
+        """Warn once that such parameters moved between two steps of the watched optimizer."""
+        self._warn_once(
+            "optimizers",
+            f"The probe watches {type(self._watched).__name__}, and something else trains "
+            f"{len(self._unheld)} parameters of the same model outside of the measured steps. Make a "
+            "probe for each optimizer, with its module. Or put the steps of all into one "
+            "`with probe(loss_fn):`.",
+        )
 
     def _write(self, step: ProbedStep) -> None:
         """Hand on the row; the first completes the trace's header."""
-        row = step.finished_row() | self._recent_part()
-        facts = {**step.facts, "training_mode": self.model.training, "num_steps": self.num_steps}
-        self._keep(partial(self.trace.describe, facts))
+        row = step.row()
+        recent = self._recent
+        self._recent = RecentLoss()
+        if recent.num_steps and self.oracle is None:  # an oracle's loss is no mean of batches
+            row["recent_loss"] = over_ranks(float(recent.total) / recent.weight, self.model, mean=True)
+            row["recent_steps"] = recent.num_steps
+        if len(self.trace) == 0:
+            facts = {**step.facts, "training_mode": self.model.training, "num_steps": self.num_steps}
+            self._keep(partial(self.trace.describe, facts))
         self._keep(partial(self.trace.append, row))
-        if is_writer(self.model):
-            for listener in self._listeners:
-                try:
-                    listener(dict(row))
-                except Exception as error:
-                    self._warn_once(
-                        "listen", f"A listener of the probe failed at step {self.step}: {error!r}."
-                    )
-
-    def _recent_part(self) -> Row:
-        """The mean loss since the last row, over all ranks; an oracle's loss is no mean of batches."""
-        part, self._recent = self._recent.part, RecentLoss()
-        if not part or self.oracle is not None:
-            return {}
-        return part | {"recent_loss": over_ranks(part["recent_loss"], self.model, mean=True)}
+        if not is_writer(self.model):
+            return
+        for listener in self._listeners:
+            try:
+                listener(dict(row))
+            except Exception as error:
+                text = f"A listener of the probe failed at step {self.step}: {error!r}."
+                self._warn_once("listen", text)
 
     def _keep(self, write: Callable[[], object]) -> None:
         """Write to the trace; a full disk is reported once, and the rows stay in memory."""
@@ -457,24 +466,26 @@ class SmoothnessProbe:
             warnings.warn(text, stacklevel=3)
 
     def _finish_step(self) -> None:
-        step = self._current
-        if self.on_error == "off" and step.optimizers is not None and any_rank(self._failed, self.model):
+        step = self._measured
+        if self.on_error == "off" and step is not None and any_rank(self._failed, self.model):
             self.close()
         if self.step == self.schedule.next:
             self._forget_step()
-            self.schedule.finished(self.step, num_gradients=step.num_gradients)
+            self.schedule.finished(self.step, num_gradients=0 if step is None else step.num_gradients)
             # A rank that failed may have counted otherwise.
             self.schedule.next = round(from_rank_zero(self.schedule.next, self.model))
         self.step += 1
 
     def _forget_step(self) -> None:
-        if self._current.optimizers is not None:
-            self._current.optimizers.stop()
-        self._current = ProbedStep(self._setup)
+        if self._measured is not None:
+            self._measured.close()
+        self._measured = None
+        self._optimizer_steps = False
+        self._seen = ObservedStep()
 
     def _new_trace(self, path: str | Path | None, if_exists: str) -> Trace:
         header = {
-            **self._setup.facts,
+            **self._settings.facts,
             "every": self.schedule.every,
             "max_overhead": self.schedule.max_overhead,
             "world_size": dist.get_world_size() if spans_ranks(self.model) else 1,

@@ -8,21 +8,15 @@ which they are measured.
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.determinism import SelfTest, untracked_error
-from curvestep.smoothness.estimators import each
 from curvestep.smoothness.geometry import geometry_of
 from curvestep.smoothness.measurement import (
     PARTS_AT_START,
@@ -33,14 +27,7 @@ from curvestep.smoothness.measurement import (
     norms_part,
     summary_part,
 )
-from curvestep.smoothness.observer import (
-    ForwardCalls,
-    ObservedStep,
-    StepObserver,
-    TrainingLoss,
-    optimizer_facts,
-    trains_any,
-)
+from curvestep.smoothness.observer import ObservedStep, StepObserver, TrainingLoss, trains_any
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.replay import (
     Closure,
@@ -54,25 +41,34 @@ from curvestep.smoothness.schedule import FOLLOWED_ROWS, short_fractions
 from curvestep.smoothness.snapshot import PassState
 from curvestep.tensors.distributed import any_rank, copies, over_ranks
 from curvestep.tensors.vectors import global_norm, precision
-from curvestep.trace.clipping import is_clipped
-from curvestep.trace.schema import NONFINITE, ZERO_STEP, Row
+from curvestep.trace.schema import FAILED, NONFINITE, ZERO_STEP, Row
 
 
-@dataclass
-class Setup:
-    """Settings and memory that all steps of one probe share."""
+def no_closure() -> float:
+    """The closure of a replay between two measurements."""
+    return math.nan
 
-    model: nn.Module
-    parameters: list[nn.Parameter]
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What one probe measures, and on what."""
+
+    replay: Replay  # of the model; a step gives it the closure
     fractions: tuple[float, ...] | None  # of a step; None: two short ones that follow the run, and the whole
     estimators: Mapping[str, int]  # their periods, in measurements
     oracle: GradientOracle | None
     backward: Callable[[Tensor], object] | None
-    groups: Mapping[str, Sequence[int]] = field(default_factory=dict)  # layers: indices of their parameters
-    test: SelfTest = field(default_factory=SelfTest)
-    measurements: int = 0  # so far
-    rates: deque[float] = field(default_factory=lambda: deque(maxlen=FOLLOWED_ROWS))  # of the last rows
-    spikes: list[Row] = field(default_factory=list[Row])  # that the optimizers had logged at the last row
+    groups: Mapping[str, Sequence[int]]  # layers: indices of their parameters; empty if not asked for
+
+    @property
+    def model(self) -> nn.Module:
+        """The module that is measured."""
+        return self.replay.model
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """What training moves."""
+        return self.replay.parameters
 
     @property
     def facts(self) -> Row:
@@ -80,7 +76,7 @@ class Setup:
         batches = f"{len(self.oracle)} fixed batches" if self.oracle else "training batch"
         return {
             "model": type(self.model).__name__,
-            "num_parameters": sum(map(torch.numel, self.parameters)),
+            "num_parameters": sum(p.numel() for p in self.parameters),
             "dtype": str(self.parameters[0].dtype).removeprefix("torch."),
             "measured_on": batches,
             "fractions": self.fractions,
@@ -88,239 +84,237 @@ class Setup:
         }
 
 
-class ProbedStep:
-    """One training step that a probe measures."""
+@dataclass
+class Memory:
+    """What the measured steps of one probe leave to the next."""
 
-    def __init__(self, setup: Setup) -> None:
-        self.setup = setup
-        self.record = ObservedStep()  # what training did, as far as the probe saw it
-        self.row: Row = {}  # the parts measured so far
-        self.optimizers: StepObserver | None = None  # that step; None until the step begins
-        self.start: Start | None = None  # None if it could not be measured
-        self.stepping = False  # while the optimizer may call the model as often as it likes
+    test: SelfTest = field(default_factory=SelfTest)
+    measurements: int = 0  # so far
+    rates: deque[float] = field(default_factory=lambda: deque(maxlen=FOLLOWED_ROWS))  # of the last rows
+    spikes: list[Row] = field(default_factory=list[Row])  # that the optimizers had logged at the last row
+
+
+class ProbedStep:
+    """One training step that is measured: :meth:`before` the optimizer moves, and :meth:`after` it did.
+
+    Args:
+        settings: Of the probe.
+        memory: What the steps before left, and this one adds to.
+        seen: What training did for this step.
+        row: The parts of the row that are known already.
+    """
+
+    def __init__(self, settings: Settings, memory: Memory, seen: ObservedStep, row: Row) -> None:
+        self._settings = settings
+        self._memory = memory
+        self._seen = seen
+        self._row = row
+        self._start: Start | None = None  # None if it could not be measured
+        self._optimizers: StepObserver | None = None  # that step; None until they may
+        self._measured: Closure | None = None  # the loss along the step: of the training batch, or the oracle
+        self._oracle_state: PassState | None = None  # where the first gradient of the oracle started
         # For measuring, one for each batch of an oracle. Without the self-test, which a resumed run repeats.
         self.num_gradients = 0
-        self._loss: TrainingLoss | None = None
-        self._oracle_state: PassState | None = None  # where the first gradient of the oracle started
-        self._replays = False
 
-    def see_forward(self, args: tuple[object, ...], kwargs: dict[str, object]) -> None:
-        """Take note of a call of the model."""
-        with_inputs = not self.setup.test.confirmed
-        if self._replays:
-            self.record.replayed.record(args, kwargs, with_inputs=with_inputs)
-        elif not Replay.running.replays:  # else somebody else's
-            self.record.state = self.record.state or PassState(self.setup.model)
-            self.record.see(args, kwargs, self.setup.parameters[0])
-            self.record.trained.record(args, kwargs, with_inputs=with_inputs)
+    def before(self, *, clipped: bool, halves: tuple[Closure, Closure] | None) -> None:
+        """Keep point, loss and gradient at the start of the step, and test the replays where that is due.
 
-    def measure_start(self, *, clipped: bool) -> None:
-        """Keep point and gradient before the step, which may be clipped, and test the replays if due."""
-        setup = self.setup
+        A gradient that may have been ``clipped`` or scaled since the backward pass is computed again.
+        """
+        settings = self._settings
+        oracle = settings.oracle
+        row = self._row
         self._check_parameters()
-        self._take_passes()
-        self._loss = TrainingLoss(self.record.passes, setup.parameters, setup.backward)
-        losses = [part.loss for part in self.record.passes]
-        if setup.oracle is None and not any(loss is None for loss in losses):
-            self.row |= {"loss": _mean(self._loss.mean(losses), setup.model)}
-        raw = self._raw_gradient(self._loss, clipped=clipped)
+        self._seen.take_recorded()
+        loss = TrainingLoss(self._seen.passes, settings.parameters, settings.backward)
+        losses = [part.loss for part in self._seen.passes]
+        if oracle is None and not any(value is None for value in losses):
+            row["loss"] = over_ranks(loss.mean(losses), settings.model, mean=True)
+        raw = self._raw_gradient(loss, clipped=clipped)
         raw_norm = global_norm(raw).item()
-        self._test_replays(raw, clipped=clipped)
-        self.row |= {"self_test": setup.test.error}
-        gradients, grad_norm = raw, raw_norm
-        if setup.oracle is not None:
-            with self.replaying(setup.oracle) as replay:
+        self._measured = oracle or loss
+        if oracle is not None:
+            self._test_replays(None)
+        elif not clipped:
+            self._test_replays(raw)
+        row["self_test"] = self._memory.test.error
+        if oracle is not None:
+            with self._replay(oracle) as replay:
                 first = replay.gradient()
-            gradients, grad_norm = first.gradients, global_norm(first.gradients).item()
-            self.row |= {"loss": _mean(first.loss, setup.model)}
-            raw = None
-        elif not clipped:  # they are in ``.grad``, where the step may change them
-            raw = gradients = each(lambda gradient: gradient.detach().clone(), raw)
-        self.start = Start(copies(setup.parameters), gradients, grad_norm, raw, raw_norm)
+            row["loss"] = over_ranks(first.loss.item(), settings.model, mean=True)
+            grad_norm = global_norm(first.gradients).item()
+            self._start = Start(copies(settings.parameters), first.gradients, grad_norm, None, raw_norm)
+        else:
+            if not clipped:  # it is in ``.grad``, where the step may change it
+                raw = [None if gradient is None else gradient.detach().clone() for gradient in raw]
+            self._start = Start(copies(settings.parameters), raw, raw_norm, raw, raw_norm)
+        if halves is not None:  # after the step they would not be independent
+            gradients: list[Gradients] = []
+            for half in halves:
+                with self._replay(half) as replay:
+                    gradients.append(replay.gradient().gradients)
+            row |= noise_of_halves(*gradients)
 
-    def measure_noise(self, halves: tuple[Closure, Closure]) -> None:
-        """Measure the noise of the gradient; before the step, after it the halves are not independent."""
-        gradients = []
-        for half in halves:
-            with self.replaying(half) as replay:
-                gradients.append(replay.gradient().gradients)
-        self.row |= noise_of_halves(*gradients)
+    def observe(self, optimizer: Optimizer | None, *, with_facts: bool) -> None:
+        """Observe the optimizers that step from now on; ``optimizer`` has begun already.
 
-    def measure_end(self) -> None:
-        """Measure along the step that the optimizer has taken."""
-        setup, start, steps = self.setup, self.start, self.optimizers
-        assert start is not None
-        assert steps is not None
-        self._check_inputs(steps)
-        # An oracle's passes may have another precision than training's.
-        computed_in = max(self.record.eps, setup.test.eps) if setup.oracle is None else setup.oracle.eps
-        eps = max(precision(setup.parameters), computed_in)
-        self.row |= self._batch_size()
-        self.row |= norms_part(start, setup.parameters, setup.groups)
-        self.row |= {"eps": eps, **self._optimizer_part(start, steps), **self._spikes_part(steps)}
-        geometry = geometry_of(steps.optimizers, steps.rates, setup.parameters)
-        self.row |= geometry.part
-        step_norm = self.row["step_norm"]
-        if not all(map(math.isfinite, (start.grad_norm, step_norm))):
-            self.row |= {"status": NONFINITE}
-            return
-        if step_norm == 0:
-            self.row |= {"status": ZERO_STEP}
-            return
-        segment = Segment(
-            start=start,
-            step_norm=step_norm,
-            eps=eps,
-            groups=setup.groups,
-            layers=self.row.get("layers", {}),
-            geometry=geometry,
-        )
-        with self.replaying(self._measured_loss()) as replay:
-            for part in self._estimates(segment, replay):
-                self.row |= part
-        self.row |= summary_part(self.row)
-
-    def begin(self, optimizer: Optimizer | None) -> None:
-        """Observe the optimizers that step from now on; ``optimizer`` has begun already."""
-        self.stepping = True
-        self.optimizers = StepObserver(self.setup.parameters)
+        If another rank could not measure the start, this one does not go on either.
+        """
+        if any_rank(self._start is None, self._settings.model):
+            self._start = None
+        self._optimizers = StepObserver(self._settings.parameters, with_facts=with_facts)
         if optimizer is not None:
-            self.optimizers.expect(check_optimizer(optimizer))
+            self._optimizers.expect(optimizer)
+
+    def after(self) -> None:
+        """Measure along the step that the optimizers have taken, if its start was measured."""
+        settings = self._settings
+        start = self._start
+        steps = self._optimizers
+        assert steps is not None
+        steps.stop()
+        if start is None:
+            return
+        self._check_inputs(steps.optimizers)
+        eps = self._precision()
+        row = self._row
+        if row["batch_size"] is None and self._seen.trained.calls:
+            row["batch_size"] = round(over_ranks(self._seen.trained.size, settings.model, mean=False))
+        row |= norms_part(start, settings.parameters, settings.groups)
+        row |= {"eps": eps, **steps.part(start.raw, start.raw_norm)}
+        spikes = steps.spike_log()
+        if spikes is not None:
+            row["spikes"] = [spike for spike in spikes if spike not in self._memory.spikes]
+            self._memory.spikes = spikes
+        geometry = geometry_of(steps.optimizers, steps.rates, settings.parameters)
+        row |= geometry.part
+        if not (math.isfinite(start.grad_norm) and math.isfinite(row["step_norm"])):
+            row["status"] = NONFINITE
+        elif row["step_norm"] == 0:
+            row["status"] = ZERO_STEP
+        else:
+            segment = Segment(
+                start=start,
+                step_norm=row["step_norm"],
+                eps=eps,
+                groups=settings.groups,
+                layers=row.get("layers", {}),
+                geometry=geometry,
+            )
+            assert self._measured is not None
+            with self._replay(self._measured) as replay:
+                for part in self._estimates(segment, replay):
+                    row |= part
+            row |= summary_part(row)
+
+    def row(self) -> Row:
+        """The row as far as it was measured, with its cost and the variance of the gradient."""
+        row = dict(self._row)
+        noise = row.get("noise")
+        if noise is not None and row["batch_size"] is not None:
+            row["grad_variance"] = row["batch_size"] * noise**2
+        row["num_gradients"] = self.num_gradients
+        return row
 
     @property
     def facts(self) -> Row:
         """Facts about the run for the header: how the optimizer steps and clips."""
-        steps = self.optimizers
-        if steps is None or not steps.optimizers:
-            return {}
-        rates = {"start_lr": steps.lr, "peak_lr": max(steps.peaks, default=None)}
-        return {**optimizer_facts(steps.optimizers[0]), **rates}
+        return {} if self._optimizers is None else self._optimizers.facts
 
-    def finished_row(self) -> Row:
-        """The row, with its cost and the variance of the gradient."""
-        noise, size = self.row.get("noise"), self.row["batch_size"]
-        if noise is not None and size is not None:
-            self.row |= {"grad_variance": size * noise**2}
-        return {**self.row, "num_gradients": self.num_gradients}
+    def fail(self, reason: str) -> None:
+        """Note in the row why it is not complete."""
+        self._row["status"] = f"{FAILED}{reason}"
 
-    @contextmanager
-    def replaying(self, closure: Closure, *, most: float = math.inf) -> Iterator[Replay]:
-        """A replay from the state in which training's first pass started; of its gradients ``most`` count."""
-        setup, state, batches = self.setup, self.record.state, 1
-        if isinstance(closure, GradientOracle):  # its batches are its own: its gradients start from now
-            state = self._oracle_state = self._oracle_state or PassState(setup.model)
-            batches = len(closure)
-        self._replays = True
-        inputs = [(tensor, tensor.grad) for tensor in self.record.inputs.values()]
-        replay = Replay(setup.model, closure, state=state)
-        try:
-            for tensor, _ in inputs:
-                tensor.grad = None
-            with replay:
-                yield replay
-        finally:
-            self._replays = False
-            self.num_gradients += int(min(replay.num_passes, most)) * batches
-            for tensor, gradient in inputs:
-                tensor.grad = gradient
+    def close(self) -> None:
+        """Put everything back, and observe no longer; may be called at any time, and more than once."""
+        replay = self._settings.replay
+        replay.close()
+        replay.closure = no_closure  # it holds a batch
+        replay.state = None
+        replay.inputs = ()
+        if self._optimizers is not None:
+            self._optimizers.stop()
 
     def _check_parameters(self) -> None:
-        now, then = trainable_parameters(self.setup.model), self.setup.parameters
-        if list(map(id, now)) != list(map(id, then)):
+        now = trainable_parameters(self._settings.model)
+        then = self._settings.parameters
+        if [id(p) for p in now] != [id(p) for p in then]:
             raise ValueError(
                 f"the model has other trainable parameters ({len(now)}) than when the probe was made "
                 f"({len(then)}): some were frozen, unfrozen or replaced. Make a new probe, "
                 "and give it this one's `state_dict()` to continue the trace."
             )
 
-    def _check_inputs(self, steps: StepObserver) -> None:
-        """Refuse an input of the model that the optimizer trains: replays do not move it."""
-        pairs = itertools.product(steps.optimizers, self.record.inputs.values())
-        trained = [tensor for optimizer, tensor in pairs if trains_any(optimizer, [tensor])]
+    def _check_inputs(self, optimizers: Sequence[Optimizer]) -> None:
+        """Refuse an input of the model that an optimizer trains: replays do not move it."""
+        inputs = self._seen.inputs.values()
+        trained = [tensor for tensor in inputs for one in optimizers if trains_any(one, [tensor])]
         if trained:
             raise untracked_error(trained)
 
-    def _take_passes(self) -> None:
-        """Take over the passes of training that were recorded."""
-        record = self.record
-        if not record.passes:
-            raise ValueError(
-                "no loss was recorded for this step. Compute it with `loss = probe.record(loss_fn)` before "
-                "each backward pass; with Lightning's manual optimization, `loss = record(self, loss_fn)`."
-            )
-        record.state = record.passes[0].state
-        if record.passes[0].calls.calls:
-            record.trained = sum((part.calls for part in record.passes), ForwardCalls())
-
     def _raw_gradient(self, loss: TrainingLoss, *, clipped: bool) -> Gradients:
         """The gradient that training computed, before any clipping: from ``.grad``, or by a replay."""
-        gradients = gradients_of(self.setup.parameters)
+        gradients = gradients_of(self._settings.parameters)
         # A hook that leaves a step out hides the gradient that was summed.
-        if is_empty(gradients) and not any(part.summed for part in self.record.passes):
+        if is_empty(gradients) and not any(part.summed for part in self._seen.passes):
             raise ValueError(
                 "`.grad` is empty before the step. Call `loss.backward()` before it, and `zero_grad()` "
                 "after it."
             )
         if not clipped:
             return gradients
-        with self.replaying(loss, most=1) as replay:
-            return self.setup.test.run(replay, gradients, self.record, clipped=True)
+        self.num_gradients += 1
+        with self._replay(loss, counted=False) as replay:
+            return self._memory.test.replayed_gradient(replay, gradients, self._seen)
 
-    def _test_replays(self, raw: Gradients, *, clipped: bool) -> None:
-        """Test the closure that is measured, where the gradient was not replayed and tested already."""
-        test = self.setup.test
-        compared = self.setup.oracle is None  # else training's passes do not matter
-        again = compared and not clipped
-        if test.error is not None and not (again and any_rank(test.is_due(self.record), self.setup.model)):
+    def _test_replays(self, trained: Gradients | None) -> None:
+        """Test the replays of the loss that is measured; they must give the gradient of training, if any."""
+        test = self._memory.test
+        is_due = trained is not None and any_rank(test.is_due(self._seen), self._settings.model)
+        if test.error is not None and not is_due:
             return
-        with self.replaying(self._measured_loss(), most=0) as replay:
-            if again and test.confirms(replay, raw, self.record):
-                return
-            test.run(replay, raw if compared else None, self.record)
+        assert self._measured is not None
+        with self._replay(self._measured, counted=False) as replay:
+            if trained is None or not test.confirms(replay, trained, self._seen):
+                test.run(replay, trained, self._seen)
 
-    def _measured_loss(self) -> Closure:
-        assert self._loss is not None
-        return self.setup.oracle or self._loss
+    def _replay(self, closure: Closure, *, counted: bool = True) -> Replay:
+        """The replay of ``closure``, not yet open, from the state in which training's first pass started."""
+        replay = self._settings.replay
+        replay.state = self._seen.state
+        price = 1
+        if isinstance(closure, GradientOracle):  # its batches are its own: its gradients start from now
+            self._oracle_state = self._oracle_state or PassState(self._settings.model)
+            replay.state = self._oracle_state
+            price = len(closure)
+        replay.inputs = list(self._seen.inputs.values())
 
-    def _batch_size(self) -> Row:
-        if self.row["batch_size"] is not None or not self.record.trained.calls:
-            return {}
-        size = over_ranks(self.record.trained.size, self.setup.model, mean=False)
-        return {"batch_size": round(size)}
+        def priced() -> object:
+            self.num_gradients += price
+            return closure()
 
-    def _optimizer_part(self, start: Start, steps: StepObserver) -> Row:
-        coefficient = steps.coefficient(start.raw, start.raw_norm)
-        part: Row = {"lr": steps.lr, "coefficient": coefficient}
-        if steps.optimizers:
-            part["optimizer"] = type(steps.optimizers[0]).__name__
-        if coefficient is not None:
-            max_norm, edge = steps.clip_edge
-            part["clipped"] = bool(is_clipped(coefficient, edge=edge))
-            if edge < 1 and math.isfinite(max_norm):  # a smooth rule: the coefficient does not tell it
-                part["max_norm"] = max_norm
-        return part
+        replay.closure = priced if counted else closure
+        return replay
 
-    def _spikes_part(self, steps: StepObserver) -> Row:
-        optimizers: list[Any] = steps.optimizers
-        logs = [optimizer.spikes() for optimizer in optimizers if hasattr(optimizer, "spikes")]
-        if not logs:
-            return {}
-        before, self.setup.spikes = self.setup.spikes, list(itertools.chain.from_iterable(logs))
-        return {"spikes": [spike for spike in self.setup.spikes if spike not in before]}
+    def _precision(self) -> float:
+        """The coarsest relative precision of parameters and passes."""
+        oracle = self._settings.oracle
+        if oracle is None:
+            computed_in = max(self._seen.eps, self._memory.test.eps)
+        else:  # its passes may have another precision than training's
+            computed_in = oracle.eps
+        return max(precision(self._settings.parameters), computed_in)
 
     def _estimates(self, segment: Segment, replay: Replay) -> Iterator[Row]:
         """The parts of the row that are due, one by one: what comes before a failure is kept."""
-        setup = self.setup
+        settings = self._settings
+        memory = self._memory
         for name, measure in PARTS_AT_START.items():
-            if name in setup.estimators and setup.measurements % setup.estimators[name] == 0:
+            if name in settings.estimators and memory.measurements % settings.estimators[name] == 0:
                 yield measure(segment, replay)
-        along = along_step(segment, replay, setup.fractions or (*short_fractions(setup.rates), 1.0))
+        along = along_step(segment, replay, settings.fractions or (*short_fractions(memory.rates), 1.0))
         if segment.start.grad_norm > 0:
             rate = along["secants"][0] * segment.step_norm / segment.start.grad_norm
             if 0 < rate < math.inf:
-                setup.rates.append(rate)
+                memory.rates.append(rate)
         yield along
-
-
-def _mean(loss: Tensor, model: nn.Module) -> float:
-    return over_ranks(loss.detach().item(), model, mean=True)

@@ -6,7 +6,6 @@ of the *same* :math:`f`: the same batch, the same dropout masks, the same buffer
 
 from __future__ import annotations
 
-import itertools
 import math
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -19,10 +18,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parameter import is_lazy
+from torch.utils.hooks import RemovableHandle
 
 from curvestep.checks import check_finite
-from curvestep.smoothness.estimators import check_fractions, each
-from curvestep.smoothness.snapshot import PassState, restore_on_exit
+from curvestep.smoothness.schedule import check_fractions
+from curvestep.smoothness.snapshot import PassState, interrupts_held_back
 from curvestep.tensors.distributed import (
     any_rank,
     communicates,
@@ -74,7 +74,8 @@ class _Norm:
             self._count += tensor.numel()
         if self._count > PIECE:
             self._norms.append(global_norm(self._kept))
-            self._kept, self._count = [], 0
+            self._kept = []
+            self._count = 0
 
     def value(self) -> float:
         return math.hypot(*(norm.item() for norm in (*self._norms, global_norm(self._kept))))
@@ -101,6 +102,12 @@ class Replay:
             it returns, a number or a tensor, is then only read.
         state: What the training pass saw, taken just before it. Default: the state at the start of the block.
 
+    Attributes:
+        closure: May be replaced, as may ``state``: one replay opens as many blocks as are asked for.
+        inputs: Tensors outside of the model that the loss is differentiated by; training's ``.grad`` of
+            these is put back too.
+        num_passes: Of the closure, so far: the price of what was asked, in gradients.
+
     Example:
         >>> w = nn.Linear(1, 1, bias=False)
         >>> _ = nn.init.constant_(w.weight, 3.0)
@@ -119,46 +126,63 @@ class Replay:
             raise TypeError(f"`closure` must be a function that returns the loss, got {closure!r}.")
         self.model = model
         self.closure = closure
+        self.state = state
         self.parameters = trainable_parameters(model)
-        self._start = state
+        self.inputs: Sequence[Tensor] = ()
+        self.num_passes = 0
         self._home: list[Tensor] | None = None
-        self._swapped: int | None = None  # pieces of the parameters that are in `_home`; None: all
-        self.num_passes = 0  # of the closure, so far: the price of what was asked, in gradients
+        self._num_swapped: int | None = None  # pieces of the parameters that are in `_home`; None: all
         self._is_open = False
         self._aliased = gradients_live_in_buckets(model)  # the next backward() overwrites them there
         self._runs_backward = False  # the closure itself, by what it did last
         # DDP and FSDP2 sum gradients over ranks when the backward pass is past the parameter.
         self._one_by_one = not communicates(model)
+        self._fsdp_modules = [module for module in model.modules() if isinstance(module, FSDPModule)]
 
     def __enter__(self) -> Replay:
         self._end = PassState(self.model)
         self._grad_mode = torch.is_grad_enabled()
-        self._saved = gradients_of(self.parameters)
-        self._values = [(g, g.clone()) for g in self._saved if g is not None and self._aliased]
+        self._saved = [(tensor, tensor.grad) for tensor in (*self.parameters, *self.inputs)]
+        gradients = [gradient for _, gradient in self._saved if gradient is not None]
+        self._values = [(gradient, gradient.clone()) for gradient in gradients if self._aliased]
         self._is_open = True
+        for tensor in self.inputs:
+            tensor.grad = None
         return self
 
     def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Leave everything as the block found it; where no block is open, nothing happens.
+
+        Ctrl-C waits for the end of this. If it comes before the first line, nothing is put back: who catches
+        it calls this again.
+        """
         try:
-            with restore_on_exit(self._put_back):
-                pass
-        finally:
-            self._is_open = False
-            self._home = self._swapped = None
-            del self._end, self._saved, self._values
+            with interrupts_held_back():
+                self._put_back()
+        except KeyboardInterrupt:  # it came before it was held back, or waited for the end
+            self._put_back()
+            raise
 
     def _put_back(self) -> None:
-        """Leave everything as the block found it."""
+        if not self._is_open:
+            return
         Replay.running.replays.discard(self)
         self._go_home()
         with torch.no_grad():
-            for p, gradient in zip(self.parameters, self._saved, strict=True):
-                p.grad = gradient
+            for tensor, gradient in self._saved:
+                tensor.grad = gradient
             for gradient, value in self._values:
                 gradient.copy_(value)
         self._end.restore()
         torch.clear_autocast_cache()
         torch.set_grad_enabled(self._grad_mode)  # a signal inside of torch.no_grad().__exit__ leaves it off
+        self._is_open = False
+        self._home = None
+        self._num_swapped = None
+        del self._end, self._saved, self._values
 
     def changed_for_good(self) -> Tensor | None:
         """A tensor of the model that a pass changed in place and that is too large to be put back."""
@@ -171,10 +195,15 @@ class Replay:
     def gradient(self) -> Replayed:
         """Loss and gradient where the parameters are."""
         loss = self._differentiate()
-        keep = torch.clone if self._aliased else Tensor.detach
-        gradients = each(keep, gradients_of(self.parameters))
+        gradients: list[Tensor | None] = []
+        for p in self.parameters:
+            gradient = p.grad
+            if gradient is not None:
+                gradient = gradient.clone() if self._aliased else gradient.detach()
+            gradients.append(gradient)
         self._drop_gradients()
-        self._check_any([not is_empty(gradients)])
+        if is_empty(gradients):
+            raise self._no_gradient()
         return Replayed(loss, gradients)
 
     def loss(self) -> Tensor:
@@ -182,7 +211,8 @@ class Replay:
         self._prepare()
         loss = self._forward(differentiable=self._runs_backward).detach()
         self._drop_gradients()
-        self._reshard()  # without a backward pass FSDP2 keeps its outermost module whole
+        for module in self._fsdp_modules:  # without a backward pass the outermost stays whole
+            module.reshard()
         return loss
 
     def change(self, old: Gradients, visitors: Iterable[Visitor] = ()) -> Change:
@@ -197,15 +227,11 @@ class Replay:
         """
         size = _Norm()
         visitors = (size, *visitors)
-
-        def look(i: int, new: Tensor | None) -> None:
-            for visit in visitors:
-                visit(i, new, old[i])
-
         if not self._one_by_one:
             there = self.gradient()
             for i, new in enumerate(there.gradients):
-                look(i, new)
+                for visit in visitors:
+                    visit(i, new, old[i])
             grad_norm = size.value()  # before the gradient is overwritten
             return Change(there.loss, difference(there.gradients, old, overwrite=True), grad_norm)
         parts: list[Tensor | None] = [None] * len(self.parameters)
@@ -215,7 +241,8 @@ class Replay:
             if not self._is_open:  # an interrupt left the hook behind: training's gradient stays
                 return
             times[i] += 1
-            look(i, p.grad)
+            for visit in visitors:
+                visit(i, p.grad, old[i])
             # Not of a small one: its norm is taken later, together with others.
             parts[i] = change(p.grad, old[i], overwrite=p.numel() > PIECE)
             p.grad = None
@@ -224,7 +251,8 @@ class Replay:
         if max(times) > 1:  # a backward pass in several parts (reentrant checkpoints): take the sum of them
             self._one_by_one = False
             return self.change(old, visitors[1:])
-        self._check_any([*times, not is_empty(gradients_of(self.parameters))])
+        if not any(times) and is_empty(gradients_of(self.parameters)):
+            raise self._no_gradient()
         for i, p in enumerate(self.parameters):
             if not times[i]:  # the closure ran backward() itself, or its loss does not depend on this one
                 take(i, p)
@@ -268,13 +296,20 @@ class Replay:
     def return_home(self) -> None:
         """Put the parameters back where the block began."""
         self._go_home()
-        self._home = self._swapped = None
+        self._home = None
+        self._num_swapped = None
 
     def _go_home(self) -> None:
+        if self._home is None:
+            return
+        count = 0
         with torch.no_grad():
-            pairs = itertools.chain.from_iterable(map(_pairs, self.parameters, self._home or ()))
-            for piece, home in itertools.islice(pairs, self._swapped):
-                piece.copy_(home)
+            for p, home in zip(self.parameters, self._home, strict=True):
+                for piece, home_piece in _pairs(p, home):
+                    if count == self._num_swapped:
+                        return
+                    piece.copy_(home_piece)
+                    count += 1
 
     def along(self, start: list[Tensor], fractions: Iterable[float]) -> Iterator[float]:
         r"""Put the parameters at each :math:`x_0 + \gamma (x_1 - x_0)`, with :math:`x_1` where they are.
@@ -287,7 +322,9 @@ class Replay:
         if 1.0 in fractions:
             yield 1.0
         passed = 0.0
-        for fraction in (f for f in fractions if f < 1.0):
+        for fraction in fractions:
+            if fraction == 1.0:
+                continue
             with torch.no_grad():
                 if self._home is None:
                     self._swap_in(start, fraction)
@@ -309,26 +346,23 @@ class Replay:
             raise RuntimeError("The closure runs backward() itself. Use central differences.")
         self.move([None] * len(origin), 0.0, origin=origin)
         self._prepare()
-        loss = self._run()
+        loss = self._forward()
         gradients = torch.autograd.grad(loss, self.parameters, create_graph=True, allow_unused=True)
         pairs = zip(gradients, direction, strict=True)
         slopes = [(g * d).sum() for g, d in pairs if g is not None and d is not None and g.requires_grad]
         self._drop_gradients()
         if not slopes:  # a loss that is linear in every parameter
-            return each(torch.zeros_like, gradients)
+            return [None if g is None else torch.zeros_like(g) for g in gradients]
         slope = torch.stack(slopes).sum()
         return list(torch.autograd.grad(slope, self.parameters, allow_unused=True))
 
     def _prepare(self) -> None:
-        (self._start or self._end).restore()
+        state = self.state or self._end
+        state.restore()
         self._drop_gradients()
         torch.clear_autocast_cache()  # it may hold casts of parameters from before the move
-        self._reshard()
-
-    def _reshard(self) -> None:
-        for module in self.model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        for module in self._fsdp_modules:
+            module.reshard()
 
     def _differentiate(self, take: Callable[[int, Tensor], None] | None = None) -> Tensor:
         """Loss where the parameters are; its gradient is in ``.grad``, or ``take`` had it part by part."""
@@ -337,8 +371,16 @@ class Replay:
         loss = self._forward()
         # The parts of a gradient that the closure computed are in ``.grad``.
         self._runs_backward = not is_empty(gradients_of(self.parameters))
-        if loss.requires_grad and not self._runs_backward:
-            self._backward(loss, take)
+        hooks: list[RemovableHandle] = []
+        try:
+            if loss.requires_grad and not self._runs_backward:
+                if take is not None:
+                    for i, p in enumerate(self.parameters):
+                        hooks.append(p.register_post_accumulate_grad_hook(partial(take, i)))
+                loss.backward()
+        finally:
+            for hook in hooks:
+                hook.remove()
         if versions != versions_of(self.parameters):
             raise RuntimeError(
                 "`closure` changes parameters in place: an optimizer's step inside it or in a backward hook, "
@@ -346,24 +388,18 @@ class Replay:
             )
         return loss.detach()
 
-    def _backward(self, loss: Tensor, take: Callable[[int, Tensor], None] | None) -> None:
-        hooks = []
-        if take is not None:
-            for i, p in enumerate(self.parameters):
-                hooks.append(p.register_post_accumulate_grad_hook(partial(take, i)))
-        try:
-            loss.backward()
-        finally:
-            for hook in hooks:
-                hook.remove()
-
     def _forward(self, *, differentiable: bool = True) -> Tensor:
-        loss = failure = None
+        loss = None
+        failure = None
+        self.num_passes += 1
+        Replay.running.replays.add(self)
         try:
             with torch.set_grad_enabled(differentiable):
-                loss = self._run()
+                loss = checked_loss(self.closure(), self.function)
         except Exception as error:
             failure = error
+        finally:
+            Replay.running.replays.discard(self)
         # A rank that failed must not leave the others waiting in backward(). (One that fails before a
         # collective of the forward pass itself, FSDP2's or BatchNorm's, still does: torch knows no way out.)
         if any_rank(failure is not None, self.model):
@@ -371,20 +407,11 @@ class Replay:
         assert loss is not None
         return loss
 
-    def _check_any(self, found: Iterable[object]) -> None:
-        if not any(found):
-            raise ValueError(
-                f"`{self.function}` gives no gradient of `model`. Compute the loss with this model, outside "
-                "`torch.no_grad()`. Return the tensor, not `.item()`, or call `backward()` inside."
-            )
-
-    def _run(self) -> Tensor:
-        self.num_passes += 1
-        Replay.running.replays.add(self)
-        try:
-            return checked_loss(self.closure(), self.function)
-        finally:
-            Replay.running.replays.discard(self)
+    def _no_gradient(self) -> ValueError:
+        return ValueError(
+            f"`{self.function}` gives no gradient of `model`. Compute the loss with this model, outside "
+            "`torch.no_grad()`. Return the tensor, not `.item()`, or call `backward()` inside."
+        )
 
     def _drop_gradients(self) -> None:
         for p in self.parameters:
@@ -392,14 +419,15 @@ class Replay:
 
     def _swap_in(self, start: list[Tensor], fraction: float) -> None:
         """Move to a fraction of the step, while ``start`` takes up the end of it piece by piece."""
-        self._home, self._swapped = start, 0
+        self._num_swapped = 0  # before the next line: an interrupt between the two finds nothing to put back
+        self._home = start
         for p, other in zip(self.parameters, start, strict=True):
             for end, begin in _pairs(p, other):
                 inner = torch.lerp(begin, end, fraction)
                 begin.copy_(end)
-                self._swapped += 1  # in this order: an interrupt finds the end in one of both
+                self._num_swapped += 1  # in this order: an interrupt finds the end in one of both
                 end.copy_(inner)
-        self._swapped = None
+        self._num_swapped = None
 
 
 def gradients_of(parameters: Iterable[Tensor]) -> list[Tensor | None]:
@@ -426,7 +454,7 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
             "`model` has a TorchScript module, whose buffers cannot be put back and which takes no hooks. "
             "Give the module of Python that it was made from."
         )
-    if any(map(is_lazy, model.parameters())):
+    if any(is_lazy(p) for p in model.parameters()):
         raise ValueError("`model` has a lazy layer, not initialised yet. Run one forward pass first.")
     if any(isinstance(module, FullyShardedDataParallel) for module in model.modules()):
         raise TypeError(
@@ -456,10 +484,9 @@ def checked_loss(loss: object, function: str = "closure") -> Tensor:
 
 
 def _pairs(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Pieces of two tensors of one form, side by side."""
-    return zip(_pieces(local(one)), _pieces(local(other)), strict=True)
-
-
-def _pieces(tensor: Tensor) -> Sequence[Tensor]:
-    """Views of a tensor, small enough that a copy of one needs no memory to speak of."""
-    return tensor.view(-1).split(PIECE) if tensor.is_contiguous() else (tensor,)
+    """Pieces of two tensors of one form, side by side: a copy of one needs no memory to speak of."""
+    one = local(one)
+    other = local(other)
+    if not (one.is_contiguous() and other.is_contiguous()):
+        return iter([(one, other)])
+    return zip(one.view(-1).split(PIECE), other.view(-1).split(PIECE), strict=True)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from curvestep.checks import check_count, check_positive
 from curvestep.trace.schema import LEAST_ROWS
@@ -40,6 +40,16 @@ def short_fractions(rates: Sequence[float]) -> tuple[float, float]:
         longer = min(longer, SHORT_CHANGE / statistics.median(rates))
     longer = 2.0 ** math.floor(math.log2(longer))
     return longer / 3, longer
+
+
+def check_fractions(fractions: Iterable[float]) -> tuple[float, ...]:
+    """The fractions in ascending order, if they lie in (0, 1]."""
+    if not isinstance(fractions, Iterable):
+        raise TypeError(f"`fractions` must be several numbers, such as (0.5, 1.0), got {fractions!r}.")
+    ordered = tuple(sorted(float(fraction) for fraction in fractions))
+    if not ordered or not 0.0 < ordered[0] <= ordered[-1] <= 1.0:
+        raise ValueError(f"`fractions` must be numbers in (0, 1], at least one, got {ordered}.")
+    return ordered
 
 
 class Schedule:

@@ -220,8 +220,8 @@ def _checksum(tensor: Tensor) -> int:
 class restore_on_exit:
     """A block at whose end ``restore`` runs, and which Ctrl-C cannot keep from it.
 
-    One place is left: before the first line of ``__exit__``. Whoever cannot bear that restores again where the
-    exception arrives. A generator would be no better: one that an interrupt leaves suspended restores
+    One place is left: before the first line of ``__exit__``. Whoever cannot bear that restores again where
+    the exception arrives. A generator would be no better: one that an interrupt leaves suspended restores
     whenever the garbage is collected.
 
     Args:

@@ -9,24 +9,9 @@ import numpy as np
 from numpy.typing import ArrayLike
 
 from curvestep.optimizer_family import family_of
+from curvestep.steps import is_clipped
 
 CLIP_COLUMNS = ("clipped", "coefficient", "grad_norm", "step_norm", "lr", "max_norm")
-# Of a measured coefficient; a step that is not clipped has one within this of 1.
-_TOLERANCE = 1e-6
-
-
-def is_clipped(coefficient: ArrayLike, *, edge: ArrayLike = 1.0) -> np.ndarray:
-    """Whether a gradient that was multiplied by ``coefficient`` was clipped: the definition of it.
-
-    Args:
-        coefficient: What the gradient was multiplied by, 1 if by nothing.
-        edge: The coefficient at the norm at which the optimizer's rule bends, as its ``clip_edge()`` has it.
-
-    Example:
-        >>> is_clipped([0.6, 1.0]), is_clipped([0.6, 0.4], edge=0.5)
-        (array([ True, False]), array([False,  True]))
-    """
-    return np.asarray(coefficient, dtype=float) < np.asarray(edge, dtype=float) * (1 - _TOLERANCE)
 
 
 def clip_norms(columns: Mapping[str, ArrayLike]) -> np.ndarray:
