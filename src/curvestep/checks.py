@@ -91,7 +91,7 @@ def needs_extra(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise MissingExtraError(
-            f"this needs {error.name}, which is not installed. In the folder of curvestep: "
+            f"this needs the extra `{extra}`: {error.name} is not installed. In the folder of curvestep: "
             f"pip install -c constraints.txt '.[{extra}]'",
             name=error.name,
         ) from None

@@ -219,5 +219,5 @@ def test_report_without_its_extra_says_what_to_install(package):
     code = BLOCKED.format(package)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr.count("\n")) == (1, "", 1)
-    assert f"this needs {package}, which is not installed" in done.stderr
+    assert f"the extra `report`: {package} is not installed" in done.stderr
     assert "pip install -c constraints.txt '.[report]'" in done.stderr
