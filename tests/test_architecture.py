@@ -13,14 +13,15 @@ MIRRORED = {"SmoothnessCallback"}  # the same callback for two frameworks
 # What each room may use, folders two deep, as docs/architecture.md says. A room may always use itself; the
 # helpers at the root may be used by all.
 HELPERS = {"checks", "files", "notes", "optimizer_family", "report.markup"}
-DRAWING = {"report.chart", "report.drawing", "report.results"}  # a result draws itself by them, when asked
 THEORY = {"theory", *(f"theory.{n}" for n in ("problems", "inequalities", "rules", "theorems", "complexity"))}
 LIBRARY = {
     "steps",
     "clip_rules",
     "bracket",
     *THEORY,
-    *DRAWING,
+    "report.chart",
+    "report.drawing",
+    "report.results",
     "tensors",
     "optim",
     "smoothness",
@@ -43,7 +44,7 @@ USES = {
     "report.markup": set(),
     "report.chart": set(),
     "report.drawing": {"report.chart"},
-    "report.results": {"report.chart", "steps", "trace"},
+    "report.results": {"report.chart", "report.drawing", "steps", "trace"},
     "theory.problems": set(),
     "theory.inequalities": {"theory.problems"},
     "theory.rules": {"steps", "theory.problems"},
@@ -53,9 +54,9 @@ USES = {
     "theory": set(),
     "tensors": set(),
     "optim": {"steps", "clip_rules", "tensors"},
-    "trace": {"steps", *DRAWING},
+    "trace": {"steps", "report.results"},  # a result draws itself, when asked
     "smoothness": {"steps", "bracket", "tensors", "trace", "lr_schedules"},
-    "fit": {"trace", "smoothness", *DRAWING},
+    "fit": {"trace", "smoothness", "report.results"},
     "advice": {"steps", "theory.theorems", "trace"},
     "autopsy": {"tensors", "smoothness"},
     "calibration": {
@@ -66,7 +67,7 @@ USES = {
         "optim",
         "lr_schedules",
         "loaders",
-        *DRAWING,
+        "report.results",
     },
     "lr_schedules": set(),
     "loaders": {"tensors", "smoothness"},

@@ -2,6 +2,7 @@
 
 import json
 import math
+import sys
 from dataclasses import replace
 
 import numpy as np
@@ -105,6 +106,13 @@ def test_the_edge_is_the_optimizers_own(limit, name, edges):
     assert chart.series[0].name == chart.y.label == name
     np.testing.assert_allclose(chart.series[0].y, edges)
     assert chart.series[-1].name == "edge of stability"
+
+
+def test_a_plot_without_matplotlib_names_the_extra(shown, monkeypatch):
+    monkeypatch.setitem(sys.modules, "curvestep.report.drawing", None)
+    for name in ("trace", "fit", "calibration"):
+        with pytest.raises(ImportError, match="the extra `report`"):
+            shown[name].plot()
 
 
 def test_what_cannot_be_plotted_says_why():

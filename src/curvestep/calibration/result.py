@@ -79,10 +79,9 @@ class Calibration:
 
     def plot(self, *, title: str = "") -> Figure:
         """Gain of each trial against its learning rate, and the choice; needs matplotlib."""
-        from curvestep.report.drawing import figure_of
-        from curvestep.report.results import calibration
+        from curvestep.report.results import calibration, draw_charts
 
-        return figure_of([calibration(self)], title=title, note=words.headline(self))
+        return draw_charts([calibration(self)], title=title, note=words.headline(self))
 
     def apply(self, optimizer: Optimizer, *schedulers: Any) -> None:
         """Set the learning rate of an optimizer and of all its schedulers, and a threshold where it has none.

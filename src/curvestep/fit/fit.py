@@ -144,10 +144,9 @@ class SmoothnessFit(Correlations):
 
     def plot(self) -> Figure:
         """Smoothness against gradient norm with the line, and inside single steps; needs matplotlib."""
-        from curvestep.report.drawing import figure_of
-        from curvestep.report.results import fit_charts
+        from curvestep.report.results import draw_charts, fit_charts
 
-        return figure_of(fit_charts(self))
+        return draw_charts(fit_charts(self))
 
     def _table(self) -> list[tuple[str, str, str]]:
         span, control, within = words.span, self.control, self.within

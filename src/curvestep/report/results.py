@@ -9,10 +9,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from curvestep.checks import needs_extra
 from curvestep.report.chart import GRADIENT, SHARPNESS, THIN, Axis, Chart, Series
 from curvestep.trace.schema import FIELDS
 
 if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
     from curvestep.calibration.result import Calibration
     from curvestep.fit.fit import SmoothnessFit
     from curvestep.trace.trace import Trace
@@ -21,6 +24,13 @@ SHOWN_ROWS = 4000  # longer series are shown by evenly spaced rows
 Columns = Mapping[str, np.ndarray]
 Look = dict[str, Any]  # keyword arguments of a series
 _NONE = np.array([])
+
+
+def draw_charts(charts: Sequence[Chart], *, title: str = "", note: str = "") -> Figure:
+    """The charts side by side, by matplotlib (extra `report`)."""
+    with needs_extra("report"):
+        from curvestep.report.drawing import figure_of
+    return figure_of(charts, title=title, note=note)
 
 
 def columns_of(trace: Trace) -> dict[str, np.ndarray]:

@@ -176,10 +176,9 @@ class Trace:
 
     def plot(self) -> Figure:
         """Loss, gradient norm, smoothness and the edge of stability of the rows so far; needs matplotlib."""
-        from curvestep.report.drawing import figure_of
-        from curvestep.report.results import trace_charts
+        from curvestep.report.results import draw_charts, trace_charts
 
-        return figure_of(trace_charts(self))
+        return draw_charts(trace_charts(self))
 
     @property
     def names(self) -> list[str]:
