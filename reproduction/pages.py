@@ -7,6 +7,7 @@
     --unended                          keep runs that have not ended, too, as they stand
     --unfinished FOLDER --commit COMMIT    keep those that have not ended with their checkpoints, and no more
     --put-back FOLDER                  unpack these there, to go on with them, and no more
+    --check                            write nothing: judge every claim anew and name the pages that disagree
 
 Nothing is trained. Runs are kept without checkpoints, an archive each: those of ``laptop`` in
 ``docs/results/reproduction``, those of the larger scales in the package (``kept``), so that
@@ -21,14 +22,17 @@ from __future__ import annotations
 import argparse
 import re
 import shutil
+import sys
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from curvestep.files import dump_json, load_json
+from curvestep.report.drawing import save
 from curvestep.trace.history import final_loss
-from curvestep.trace.run import write_json
+from curvestep.trace.run import read_json, write_json
 from curvestep_reproduction.archives import (
     KEPT,
     UNFINISHED,
@@ -39,15 +43,17 @@ from curvestep_reproduction.archives import (
     save_weights,
 )
 from curvestep_reproduction.claims.claims import (
+    PAPER,
     Claim,
     Spread,
     claims_tables,
     decided,
     numbers_behind,
+    summary,
     table,
     tally,
 )
-from curvestep_reproduction.claims.statements import make_claims
+from curvestep_reproduction.claims.statements import STATEMENTS, make_claims
 from curvestep_reproduction.claims.statistics import (
     as_correlation,
     clipped_share,
@@ -55,6 +61,7 @@ from curvestep_reproduction.claims.statistics import (
     exponent,
     spread,
 )
+from curvestep_reproduction.figures.grid import claims_grid
 from curvestep_reproduction.figures.legend import length_words, missing_words
 from curvestep_reproduction.figures.plan import KEPT_CLAIMS, KeptRuns, Results, load_kept
 from curvestep_reproduction.figures.reproduction import draw_all, make_plan
@@ -62,6 +69,7 @@ from curvestep_reproduction.training.run_folder import CHECKPOINT, TrainedRun, h
 
 DOCS = Path(__file__).parents[1] / "docs"
 IMAGES = DOCS / "results" / "images"
+AS_PNG = ("epoch-fig2",)  # pictures that the package index shows, too
 NUMBERS, CHANGES = "results/claims.md", "results/verdicts.md"
 
 
@@ -83,7 +91,7 @@ PAGES = (
     Page(
         "laptop",
         "reproduction",
-        ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "fig7_growth", "fig8", "equivalence"),
+        ("fig1", "fig2", "fig3", "fig4", "fig5", "fig6", "fig7", "theorems", "fig8", "equivalence"),
     ),
     Page("longer", "longer", ("fig1", "fig2", "fig3", "fig4", "fig6", "fig8")),
     Page("epoch", "epoch", ("fig1", "fig2", "fig4", "fig5", "fig6")),
@@ -148,7 +156,7 @@ def runs_table(results: Results) -> str:
         cells = [
             f"`{setting}`: {runs[0].recipe.label}",
             ", ".join(str(run.recipe.seed) for run in runs),
-            ", ".join(dict.fromkeys(map(length_words, runs))),
+            ", ".join(dict.fromkeys(length_words(run) for run in runs)),
             f"{lost} of {len(runs)} diverged" if lost else str(losses),
             "" if lost else _held_out(runs),
             f"{spread(runs, clipped_share).mean:.0%}",
@@ -176,15 +184,27 @@ def _held_out(runs: list[TrainedRun]) -> str:
     return ""
 
 
-def fill(page: Path, **parts: str) -> None:
-    """Replace what stands between the marks of each part in a page."""
+def filled(page: Path, parts: Mapping[str, str]) -> str:
+    """The text of a page with other words between the marks of each part."""
     text = page.read_text(encoding="utf-8")
     for name, words in parts.items():
         mark = re.compile(rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)", re.DOTALL)
         if not mark.search(text):
             raise ValueError(f"{page.name} has no place for {name!r}: it needs <!-- {name} --> and its end.")
         text = mark.sub(lambda found, words=words: found[1] + words + found[2], text)
-    page.write_text(text, encoding="utf-8")
+    return text
+
+
+def fill(page: Path, **parts: str) -> None:
+    """Replace what stands between the marks of each part in a page."""
+    page.write_text(filled(page, parts), encoding="utf-8")
+
+
+def disagreeing(page: Path, **parts: str) -> list[str]:
+    """A line for each part of a page that says something else than these words."""
+    text = page.read_text(encoding="utf-8")
+    differ = [name for name, words in parts.items() if filled(page, {name: words}) != text]
+    return [f"{page.relative_to(DOCS)}: `{name}` disagrees with the kept runs" for name in differ]
 
 
 def load_page(page: Page, folder: Path) -> KeptRuns:
@@ -199,63 +219,132 @@ def load_page(page: Page, folder: Path) -> KeptRuns:
     return kept
 
 
-def write_results(page: Page, kept: KeptRuns) -> None:
-    """Draw the figures of a page anew and fill its tables."""
+def tables_of(kept: KeptRuns) -> dict[str, str]:
+    """What a page of results says of its runs, by the names of its parts."""
+    results = kept.results
+    found = f"{kept.about} {missing_words(results.plan.runs, results.runs)}".rstrip()
+    return {"found": found, "runs": runs_table(results) if results.runs else ""}
+
+
+def draw_pictures(page: Page, kept: KeptRuns) -> str:
+    """Draw the figures of a page anew into its images; the lines that show them."""
     results = kept.results
     drawn = draw_all(results, progress=False, folder=results.folder)
-    for line in (*kept.damaged, *drawn.failures):
+    for line in drawn.failures:
         print(line)
-    for old in IMAGES.glob(f"{page.name}-*.png"):
+    for old in IMAGES.glob(f"{page.name}-*"):
         old.unlink()
     shown = []
     for picture in [entry for entry in drawn.entries if entry["name"] in page.pictures]:
-        name = f"{page.name}-{picture['name'].replace('_', '-')}.png"
-        shutil.copy(results.folder / picture["png"], IMAGES / name)
-        shown.append(f"![{picture['title']}](images/{name})")
-    found = f"{kept.about} {missing_words(results.plan.runs, results.runs)}".rstrip()
-    runs = runs_table(results) if results.runs else ""
-    fill(DOCS / "results" / f"{page.name}.md", found=found, runs=runs, figures="\n\n".join(shown))
+        name = f"{page.name}-{picture['name']}"
+        shutil.copy(results.folder / picture["svg"], IMAGES / f"{name}.svg")
+        if name in AS_PNG:
+            shutil.copy(results.folder / picture["png"], IMAGES / f"{name}.png")
+        shown.append(f"![{picture['title']}](images/{name}.svg)")
+    return "\n\n".join(shown)
 
 
-def write_claims_pages(by_scale: dict[str, list[Claim]]) -> None:
-    """The table of claims over all scales, the page with the numbers behind it, and the package's copy."""
-    larger = {scale: rows for scale, rows in by_scale.items() if scale != "laptop"}
-    write_json(KEPT_CLAIMS, {scale: [asdict(claim) for claim in rows] for scale, rows in larger.items()})
+def claims_parts(by_scale: Mapping[str, Sequence[Claim]]) -> dict[str, dict[str, str]]:
+    """What the pages about claims say, by page and part."""
     claims = decided(by_scale)
-    fill(DOCS / "reproduction.md", found=tally(claims), claims=claims_tables(claims, link=NUMBERS))
-    fill(DOCS / NUMBERS, numbers=numbers_behind(claims).removeprefix("## Numbers behind the claims").lstrip())
-    fill(DOCS / CHANGES, changed=changes_table(claims))
+    numbers = numbers_behind(claims).removeprefix("## Numbers behind the claims").lstrip()
+    return {
+        "reproduction.md": {
+            "found": tally(claims),
+            "summary": summary(claims),
+            "claims": claims_tables(claims, link=NUMBERS),
+        },
+        "report.md": {"found": tally(claims), "results": results_table(claims)},
+        NUMBERS: {"numbers": numbers},
+        CHANGES: {"changed": changes_table(claims)},
+    }
 
 
-def main(arguments: Iterable[str] | None = None) -> None:
-    """Take over runs where folders are given, then write every page whose runs are kept."""
+def results_table(claims: Sequence[Claim]) -> str:
+    """Every claim of the paper, what was found, and the command that makes its runs anew, for the report."""
+    head = ["claim", "what we found", "verdict", "command"]
+    lines = [head, ["---"] * len(head)]
+    figures = {statement.name: statement.figures for statement in STATEMENTS}
+    for claim in claims:
+        if claim.kind != PAPER:
+            continue
+        chosen = " ".join(figures[claim.name])
+        command = f"`curvestep reproduce {chosen}`" if chosen else "`make reproduce`"
+        if claim.scale:
+            command = f"`curvestep reproduce {chosen} --scale {claim.scale}`"
+        verdict = f"{claim.verdict}, one seed" if claim.note == "one seed" else claim.verdict
+        lines.append([f"[{claim.source}]({NUMBERS}#{claim.name})", claim.sentence, verdict, command])
+    return table(lines)
+
+
+def larger(by_scale: Mapping[str, Sequence[Claim]]) -> dict[str, list[dict[str, Any]]]:
+    """The claims of the scales that the package keeps runs of, as plain values."""
+    return {scale: [asdict(claim) for claim in rows] for scale, rows in by_scale.items() if scale != "laptop"}
+
+
+def write_claims_pages(by_scale: Mapping[str, Sequence[Claim]]) -> None:
+    """The table of claims over all scales, the pages about them, and the package's copy."""
+    write_json(KEPT_CLAIMS, larger(by_scale))
+    for name, parts in claims_parts(by_scale).items():
+        fill(DOCS / name, **parts)
+    with tempfile.TemporaryDirectory() as folder:
+        _, svg = save(claims_grid(by_scale), Path(folder) / "claims")
+        shutil.copy(svg, IMAGES / "claims.svg")
+
+
+def main(arguments: Iterable[str] | None = None) -> int:
+    """Take over runs where folders are given, then write every page, or with ``--check`` compare them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     for page in PAGES:
         parser.add_argument(f"--{page.scale}", type=Path, metavar="FOLDER")
     parser.add_argument("--unended", action="store_true", help="keep runs that have not ended, too")
     parser.add_argument("--unfinished", type=Path, metavar="FOLDER")
     parser.add_argument("--put-back", type=Path, metavar="FOLDER")
+    parser.add_argument("--check", action="store_true", help="write nothing; name pages that disagree")
     parser.add_argument("--commit", help="that made the runs, as in their clone's `git log`")
     given = vars(parser.parse_args(None if arguments is None else list(arguments)))
     if given["unfinished"]:
         check_commit(given, "unfinished", parser)
         print(f"kept {', '.join(pack_unfinished(given['unfinished'], UNFINISHED, commit=given['commit']))}")
-        return
+        return 0
     if given["put_back"]:
         print(f"put back {', '.join(put_back(UNFINISHED, given['put_back']))}")
-        return
+        return 0
     claims: dict[str, list[Claim]] = {}
     loaded: dict[str, Results] = {}
+    lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for page in PAGES:
-            take_over(page, given, parser)
+            if not given["check"]:
+                take_over(page, given, parser)
             kept = load_page(page, Path(folder) / page.scale)
             loaded[page.scale] = kept.results
             kept.results.at = loaded
-            write_results(page, kept)
             claims[page.scale] = make_claims(kept.results, trained=page.scale != "laptop")
-            print(f"{page.name}: drawn anew")
+            file = DOCS / "results" / f"{page.name}.md"
+            lines += kept.damaged
+            if given["check"]:
+                lines += disagreeing(file, **tables_of(kept))
+            else:
+                fill(file, **tables_of(kept), figures=draw_pictures(page, kept))
+                print(f"{page.name}: drawn anew")
+    if given["check"]:
+        lines += pages_that_disagree(claims)
+        print("\n".join([tally(decided(claims)), *(lines or ["Every page agrees with its kept runs."])]))
+        return int(bool(lines))
     write_claims_pages(claims)
+    print("\n".join(lines))
+    return 0
+
+
+def pages_that_disagree(by_scale: Mapping[str, Sequence[Claim]]) -> list[str]:
+    """A line for each part of the pages about claims, or the package's copy, that is not as judged now."""
+    lines = []
+    for name, parts in claims_parts(by_scale).items():
+        lines += disagreeing(DOCS / name, **parts)
+    if read_json(KEPT_CLAIMS) != load_json(dump_json(larger(by_scale))):
+        lines.append(f"{KEPT_CLAIMS.name} of the package disagrees with the kept runs")
+    return lines
 
 
 def take_over(page: Page, given: dict[str, Any], parser: argparse.ArgumentParser) -> None:
@@ -279,4 +368,4 @@ def check_commit(given: dict[str, Any], option: str, parser: argparse.ArgumentPa
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

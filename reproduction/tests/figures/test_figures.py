@@ -5,6 +5,7 @@ import math
 import matplotlib.image
 import numpy as np
 import pytest
+from hypothesis import given, settings as settings_of_hypothesis, strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from curvestep.files import RowFile
@@ -12,14 +13,18 @@ from curvestep.fit.fit import fit_smoothness
 from curvestep.report.drawing import save
 from curvestep.trace.run import METRICS
 from curvestep.trace.trace import Trace
-from curvestep_reproduction.figures.fig1_scatter import scatter
-from curvestep_reproduction.figures.fig4_curves import Curve, curve_chart, curves, gather
+from curvestep_reproduction.claims.claims import IN_PART, OPEN, PAPER, REPRODUCED, Claim
+from curvestep_reproduction.figures.fig1_scatter import scatter_panel
+from curvestep_reproduction.figures.fig4_curves import Curve, axis_limits, curve_panels, gather
 from curvestep_reproduction.figures.fig6_data_fraction import agreement, data_fraction
 from curvestep_reproduction.figures.fig8_lstm_gd import compare, lstm_gd
+from curvestep_reproduction.figures.grid import claims_grid
+from curvestep_reproduction.figures.layout import LEAST_POINTS, figure_of_panels, spread_out, trained_on
 from curvestep_reproduction.recipes import get_recipe
 from curvestep_reproduction.training.run_folder import TrainedRun, open_run, write_status
 
-L0, L1 = 1.0, 2.0
+L0 = 1.0
+L1 = 2.0
 
 
 def write_run(folder, *, recipe="ptb-lstm", steps=60, diverged=False, scale=1.0, held_out=10, **fields):
@@ -58,9 +63,8 @@ def texts(figure):
     return "\n".join(t.get_text() for t in figure.findobj(lambda o: hasattr(o, "get_text")))
 
 
-def line(panel, label):
-    (found,) = [one for one in panel.lines if str(one.get_label()).startswith(label)]
-    return np.asarray(found.get_xdata()), np.asarray(found.get_ydata())
+def title_of(axis):
+    return axis.get_title(loc="left")
 
 
 @pytest.fixture(scope="module")
@@ -68,16 +72,16 @@ def wall(tmp_path_factory):
     return write_run(tmp_path_factory.mktemp("runs") / "wall", lr=30.0, max_norm=0.25)
 
 
-@pytest.fixture(scope="module")
-def drawn(wall):
-    return scatter([[wall]], title="Figure 1")
+def draw(*panels, runs=(), title="Figure 1: a wall"):
+    return figure_of_panels(panels, title=title, note=trained_on(runs))
 
 
 # Scatter
 
 
-def test_panel_shows_the_measured_points_coloured_by_iteration_on_log_axes(drawn, wall):
-    panel, bar = drawn.axes
+def test_panel_shows_the_measured_points_coloured_by_iteration_on_log_axes(wall):
+    figure = draw(scatter_panel([wall], letter="a"), runs=[wall])
+    panel, bar = figure.axes
     trace = Trace.load(wall.trace_path)
     points = panel.collections[0]
     np.testing.assert_allclose(
@@ -86,46 +90,54 @@ def test_panel_shows_the_measured_points_coloured_by_iteration_on_log_axes(drawn
     np.testing.assert_allclose(points.get_array(), trace.column("step"))
     assert (panel.get_xscale(), panel.get_yscale()) == ("log", "log")
     assert bar.get_ylabel() == "iteration"
-    assert panel.get_title().startswith("lr 30, clip 0.25\n")
 
 
-def test_the_title_gives_the_correlation_and_the_note_the_data(drawn, wall):
+def test_panel_states_setting_correlation_rows_seeds_and_the_papers_value(wall):
+    words = texts(draw(scatter_panel([wall], letter="a", paper="strong"), runs=[wall]))
     trace = Trace.load(wall.trace_path)
     logs = np.log(trace.column("grad_norm")), np.log(trace.column("smoothness"))
-    assert f"correlation of logs {np.corrcoef(*logs)[0, 1]:.2f}" in drawn.axes[0].get_title()
-    assert "a wall of exponentials" in texts(drawn)
+    r = np.corrcoef(*logs)[0, 1]
+    assert f"(a) lr 30, clip 0.25\nr = {r:.2f}\n60 rows, seed 0" in words
+    assert "paper: strong" in words
+    assert "a wall of exponentials" in words
 
 
 @pytest.mark.slow
 def test_seeds_share_a_panel_and_each_setting_has_axes_of_its_own(tmp_path):
     seeds = [write_run(tmp_path / f"{seed}", seed=seed, scale=2.0, lr=30.0, max_norm=0.25) for seed in (1, 2)]
-    other = write_run(tmp_path / "other", seed=1, steps=30, lr=2.0, max_norm=math.inf)
-    figure = scatter([seeds, [other]])
-    first, second = figure.axes[:2]
+    other = write_run(tmp_path / "other", seed=1, steps=55, lr=2.0, max_norm=math.inf)
+    first, second = draw(scatter_panel(seeds), scatter_panel([other])).axes[:2]
     rows = [len(Trace.load(run.trace_path)) for run in seeds]
     assert len(np.asarray(first.collections[0].get_offsets())) == sum(rows)
+    assert f"{sum(rows)} rows, seeds 1 to 2" in title_of(first)
     assert first.get_xlim() != second.get_xlim()
-    assert [panel.get_title().partition(" ")[0] for panel in (first, second)] == ["(a)", "(b)"]
 
 
-@pytest.mark.slow
 def test_linear_panels_begin_at_zero(wall):
-    linear, log, *_ = scatter([[wall], [wall]], linear=[0]).axes
-    assert (linear.get_xscale(), log.get_xscale()) == ("linear", "log")
+    linear = draw(scatter_panel([wall], log=False)).axes[0]
+    assert linear.get_xscale() == "linear"
     assert linear.get_xlim()[0] == linear.get_ylim()[0] == 0
+
+
+def test_a_panel_of_fewer_than_fifty_points_is_not_named_as_the_papers(tmp_path, wall):
+    few = write_run(tmp_path / "few", steps=LEAST_POINTS - 1)
+    many, short = draw(scatter_panel([wall], letter="a"), scatter_panel([few], letter="b")).axes[:2]
+    assert title_of(many).startswith("(a) ")
+    assert title_of(short).startswith("lr ")
+    assert texts(draw(scatter_panel([few]))).count("Not the paper's figure yet") == 1
 
 
 def test_run_that_diverged_at_once_is_drawn_without_a_fit(tmp_path):
     run = write_run(tmp_path / "run", steps=4, diverged=True, lr=30.0, max_norm=math.inf)
-    words = texts(scatter([[run]]))
-    assert "lr 30, no clip (diverged\nat step 4)" in words
-    assert "correlation" not in words
+    words = texts(draw(scatter_panel([run])))
+    assert "(diverged at step 4)" in words
+    assert "r = " not in words
 
 
 def test_run_without_a_trace_says_so(tmp_path):
     run = write_run(tmp_path / "run", steps=4)
     run.trace_path.unlink()
-    assert "nothing was measured" in texts(scatter([[run]]))
+    assert "nothing was measured" in texts(draw(scatter_panel([run])))
 
 
 def test_rows_that_cannot_stand_on_a_log_axis_are_left_out(tmp_path):
@@ -133,18 +145,19 @@ def test_rows_that_cannot_stand_on_a_log_axis_are_left_out(tmp_path):
     with Trace(run.trace_path) as trace:
         trace.append({"step": 4, "grad_norm": 0.0, "smoothness": 1.0, "status": "ok"})
         trace.append({"step": 5, "grad_norm": 1.0, "smoothness": math.nan, "status": "nonfinite"})
-    assert len(np.asarray(scatter([[run]]).axes[0].collections[0].get_offsets())) == 3
+    assert scatter_panel([run]).num_points == 3
 
 
 # Files
 
 
 @pytest.mark.slow
-def test_figure_is_saved_as_png_and_svg_and_the_same_folders_give_the_same_bytes(wall, tmp_path):
-    png, svg = save(scatter([[wall]], title="Figure 1"), tmp_path / "new" / "fig1.png")
+def test_the_same_folders_give_the_same_bytes_and_an_svg_for_dark_pages(wall, tmp_path):
+    png, svg = save(draw(scatter_panel([wall])), tmp_path / "new" / "fig1.png")
     assert matplotlib.image.imread(png)[..., :3].std() > 0.05
     assert "lr 30, clip 0.25" in svg.read_text()  # text stays text
-    again = save(scatter([[wall]], title="Figure 1"), tmp_path / "again")
+    assert "prefers-color-scheme: dark" in svg.read_text()
+    again = save(draw(scatter_panel([wall])), tmp_path / "again")
     assert [p.read_bytes() for p in again] == [png.read_bytes(), svg.read_bytes()]
 
 
@@ -159,30 +172,49 @@ def settings(tmp_path_factory):
         for lr in (30.0, 3.0)
         for seed in (0, 1, 2)
     ]
-    lost = write_run(folder / "lost", lr=30.0, max_norm=math.inf, steps=7, diverged=True)
+    lost = [
+        write_run(folder / "lost", lr=30.0, max_norm=math.inf, steps=7, diverged=True, scale=1e6),
+        write_run(folder / "survivor", lr=30.0, max_norm=math.inf, seed=1),
+    ]
     image = write_run(folder / "image", recipe="cifar-resnet20", lr=0.1)
-    return [*language, lost, image]
+    return [*language, *lost, image]
 
 
-@pytest.mark.slow
 def test_each_task_has_its_row_with_the_units_of_the_paper(settings):
-    figure = curves(settings)
-    titles = [panel.get_title() for panel in figure.axes]
-    assert titles[:2] == ["(a) ptb-lstm: training loss", "(b) ptb-lstm: validation loss"]
-    assert titles[3] == "(d) cifar-resnet20: test accuracy"
-    assert figure.axes[3].get_ylabel() == "test accuracy (%)"
-    assert "lr 30, no clip (1 of 1\ndiverge)" in texts(figure)
-    assert "seeds 0 to 2" in texts(figure)
+    panels = curve_panels(settings)
+    assert [panel.letter for panel in panels] == list("abcd")
+    labels = [panel.chart.y.label for panel in panels]
+    assert labels[1:] == ["validation loss", "training loss, mean of 20 steps", "test accuracy (%)"]
+    words = texts(draw(*panels))
+    assert "seeds that diverge:\nlr 30, no clip: 1 of 2" in words
+    assert "(a) training loss\nseeds a setting: 2 to 3; points a line: 60" in words
+    assert "(b)" not in words  # six points
 
 
 def test_line_is_the_mean_over_seeds_and_the_band_their_range(settings):
-    panel = curves(settings).axes[1]
-    steps, mean = (np.asarray(part) for part in panel.lines[0].get_data())  # named beside the training loss
+    axis = draw(curve_panels(settings)[1]).axes[0]
+    steps, mean = (np.asarray(part) for part in axis.lines[0].get_data())
     rows = np.array([run.column("loss", "valid")[1] for run in settings[:3]])
     np.testing.assert_array_equal(steps, [10, 20, 30, 40, 50, 60])
     np.testing.assert_allclose(mean, rows.mean(0))
-    band = np.asarray(panel.collections[0].get_paths()[0].vertices)[:, 1]
+    band = np.asarray(axis.collections[0].get_paths()[0].vertices)[:, 1]
     np.testing.assert_allclose((band.min(), band.max()), (rows.min(), rows.max()))
+
+
+def test_clipped_settings_are_solid_and_filled_unclipped_dashed_and_hollow(settings):
+    clipped, _, survivor, *_ = draw(curve_panels(settings)[0]).axes[0].lines
+    assert (clipped.get_linestyle(), survivor.get_linestyle()) == ("-", "--")
+    assert clipped.get_markerfacecolor() == clipped.get_color() == survivor.get_color()
+    assert survivor.get_markerfacecolor() == "white"
+    assert clipped.get_marker() == survivor.get_marker()
+
+
+def test_survivors_of_a_setting_that_diverges_are_drawn_thin_one_by_one(settings):
+    curve = gather(settings, "loss", "train")[2]
+    assert (curve.values.shape, curve.diverged_at, curve.num_seeds) == ((1, 60), (7.0,), 2)
+    line, triangle = curve.series(3.0)
+    assert line.weight < 1
+    assert (float(triangle.x[0]), float(triangle.y[0]), triangle.mark) == (7.0, 3.0, "triangle")
 
 
 def test_training_loss_is_a_running_mean_of_the_steps_so_far(settings):
@@ -192,9 +224,12 @@ def test_training_loss_is_a_running_mean_of_the_steps_so_far(settings):
     np.testing.assert_allclose(curve.values[0], expected)
 
 
-def test_runs_that_train_set_the_range_not_the_one_that_exploded(tmp_path, settings):
-    lost = write_run(tmp_path / "lost", lr=30.0, max_norm=math.inf, steps=7, diverged=True, scale=1e6)
-    assert curves([*settings[:3], lost]).axes[0].get_ylim()[1] < 50
+def test_a_seed_with_its_end_alone_is_a_mark_beside_the_line_of_the_others(tmp_path):
+    runs = [write_run(tmp_path / str(n), seed=n, held_out=60 if n == 0 else 10) for n in (0, 1, 2)]
+    (curve,) = gather(runs, "loss", "valid")
+    assert curve.values.shape == (2, 6)
+    ((step, value),) = curve.alone
+    assert (step, value) == (60.0, pytest.approx(runs[0].rows("valid")[0]["loss"]))
 
 
 def test_seeds_that_end_early_leave_the_steps_that_all_have(tmp_path):
@@ -203,26 +238,46 @@ def test_seeds_that_end_early_leave_the_steps_that_all_have(tmp_path):
     assert curve.values.shape == (2, 20)
 
 
+def curve(*rows, label="lr 5"):
+    return Curve(label=label, steps=np.arange(float(len(rows[0]))), values=np.array(rows))
+
+
+def test_the_axis_holds_every_seed_and_has_some_length_for_one_point():
+    low, high = axis_limits([curve([30.0, 63.0, 60.0], [1, 65, 50]), curve([20.0, 40.0, 52.0])])
+    assert low < 1 < 65 < high
+    low, high = axis_limits([curve([5.7])])
+    assert low < 5.7 < high
+    assert axis_limits([]) is None
+
+
+def test_a_spike_at_the_start_does_not_set_the_axis_of_the_loss():
+    spike = [9.0, 80.0, *np.linspace(7, 2, 28)]
+    assert axis_limits([curve(spike)], past=0.1)[1] < 12
+
+
+@settings_of_hypothesis(max_examples=50, deadline=None)
+@given(st.lists(st.floats(0, 1), min_size=1, max_size=9))
+def test_names_at_the_ends_of_lines_keep_their_order_and_stay_below_the_top(heights):
+    placed = spread_out(sorted(heights), gap=0.07)
+    assert max(placed) <= 1.0
+    assert all(np.diff(placed) >= 0.06)
+
+
 # A part of the data against all of it
 
 
-@pytest.fixture(scope="module")
-def part_and_whole(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("parts")
-    return write_run(folder / "part", probe_data=0.1), write_run(folder / "whole", probe_data=1.0, steps=50)
-
-
 @pytest.mark.slow
-def test_agreement_is_taken_at_common_steps(part_and_whole):
-    gradient, smoothness = agreement(*part_and_whole)
+def test_agreement_is_taken_at_common_steps_and_shown_with_its_errors(tmp_path):
+    part = write_run(tmp_path / "part", probe_data=0.1)
+    whole = write_run(tmp_path / "whole", probe_data=1.0, steps=50)
+    gradient, smoothness = agreement(part, whole)
     np.testing.assert_array_equal(gradient.steps, np.arange(1, 51))
     for found in (gradient, smoothness):
         assert found.correlation == pytest.approx(1)
-        assert found.ratio == pytest.approx(1)
-    figure = data_fraction(*part_and_whole, title="Figure 6")
-    for panel in figure.axes[2:4]:
-        assert "correlation of logs 1.000, median ratio 1.000" in panel.get_xlabel()
-        assert panel.get_ylabel() == "from 10% of the data"
+        assert (found.ratio, found.largest_error) == (pytest.approx(1), pytest.approx(0))
+    words = texts(data_fraction(part, whole))
+    assert words.count("mean error 0.0 %, largest 0.0 %\n50 iterates, seed 0") == 2
+    assert "from 10% of the data" in words
 
 
 # GD against clipped GD
@@ -242,25 +297,29 @@ def test_comparison_by_hand(wall):
 
 
 @pytest.mark.slow
-def test_gd_figure_has_norms_losses_and_both_scatters(wall, tmp_path):
+def test_gd_figure_has_norms_losses_and_both_scatters_with_the_papers_lines(wall, tmp_path):
     gd = write_run(tmp_path / "gd", lr=1.0, max_norm=math.inf, scale=2.0)
-    figure = lstm_gd([gd], [wall])
-    titles = [panel.get_title() for panel in figure.axes]
-    shown = [title.partition("\n")[0] for title in titles[:4]]
-    assert shown[:2] == ["(a) gradient norm, mean of 5 rows", "(b) training loss"]
-    assert shown[2:] == ["(c) lr 1, no clip", "(d) lr 30, clip 0.25"]
+    axes = lstm_gd([gd], [wall]).axes[:4]
+    shown = [title_of(axis).partition("\n")[0] for axis in axes]
+    assert shown == ["(a) gradient norm", "(b) training loss", "(c) lr 1, no clip", "(d) lr 30, clip 0.25"]
+    np.testing.assert_allclose(axes[2].lines[0].get_ydata(), 25.0)
+    x, y = axes[3].lines[0].get_data()
+    np.testing.assert_allclose(y, 5 + 10 * np.asarray(x))
 
 
-def test_a_curve_of_one_point_has_an_axis_of_some_length():
-    curve = Curve(label="lr 30", steps=np.array([1.0]), values=np.array([[5.7]]))
-    chart = curve_chart([curve], "loss", title="")
-    low, high = chart.y.range
-    assert low < 5.7 < high
+# Claims by scales
 
 
-def test_the_axis_holds_every_point_of_curves_that_did_not_diverge():
-    peak = Curve(label="momentum", steps=np.arange(3.0), values=np.array([[30.0, 63.0, 60.0], [1, 65, 50]]))
-    low = Curve(label="lr 5", steps=np.arange(3.0), values=np.array([[20.0, 40.0, 52.0]]))
-    bottom, top = curve_chart([peak, low], "accuracy", title="").y.range
-    assert bottom < 1
-    assert top > 65
+def test_the_grid_frames_the_scale_that_decides_each_claim():
+    row = {"kind": PAPER, "source": "Figure 2(a)", "paper": "Smoothness follows.", "sentence": "It does."}
+    of_scales = {
+        "laptop": [Claim(name="a", verdict=IN_PART, scale="laptop", decides="epoch", **row)],
+        "epoch": [Claim(name="a", verdict=REPRODUCED, scale="epoch", decides="epoch", **row)],
+    }
+    of_scales["laptop"].append(Claim(name="b", verdict=OPEN, **row))
+    figure = claims_grid(of_scales)
+    words = texts(figure)
+    assert words.index("in part") < words.index("reproduced") < words.index("open")
+    frames = [patch for patch in figure.axes[0].patches if not patch.get_fill()]
+    assert [(int(frame.get_x()), int(frame.get_y())) for frame in frames] == [(2, 0), (0, 1)]
+    assert "Of the 2 claims of the paper 1 is reproduced, 1 is open." in words

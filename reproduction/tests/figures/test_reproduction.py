@@ -26,7 +26,7 @@ from curvestep_reproduction.figures.reproduction import (
     watch_runs,
 )
 from curvestep_reproduction.progress import print_notice_once
-from curvestep_reproduction.recipes import LanguageRecipe
+from curvestep_reproduction.recipes import LanguageRecipe, with_fields
 from curvestep_reproduction.tasks import make_task
 from curvestep_reproduction.training import run_folder
 from curvestep_reproduction.training.run_folder import TrainedRun, open_run
@@ -151,7 +151,7 @@ def test_runs_of_another_recipe_or_scale_are_not_taken_for_these(tmp_path):
     plan = tiny_plan(tmp_path / "data", ("fig8",))
     reproduce(tmp_path / "out", plan=plan, workers=1, offline=True, progress=False)
     run = plan.runs[0]
-    other = replace(plan, runs=(replace(run, recipe=replace(run.recipe, hidden=7)),))
+    other = replace(plan, runs=(replace(run, recipe=with_fields(run.recipe, hidden=7)),))
     with pytest.raises(ValueError, match=r"run of another recipe .hidden 6 → 7"):
         reproduce(tmp_path / "out", plan=other, workers=1, offline=True, progress=False)
     at_paper_scale = replace(plan, scale="paper", runs=(replace(run, setting="lstm-lr2"),))

@@ -132,7 +132,8 @@ def test_figures_are_drawn_from_the_folder_alone(folder, tmp_path):
     result = reproduce(tmp_path, figures=["fig7"], progress=False, offline=True)
     assert result.figures == {"fig7": tmp_path / "figures" / "fig7.png"}
     svgs = sorted((tmp_path / "figures").glob("*.svg"))
-    assert [svg.name for svg in svgs] == ["fig7.svg", "fig7_growth.svg"]
-    text = svgs[0].read_text()
-    assert "(f) clipped GD, |f′(x)| = 4|x|³" in text
-    assert text.count("step size 0.000305, best") == 1
+    assert [svg.name for svg in svgs] == ["claims.svg", "fig7.svg", "theorems.svg"]
+    text = svgs[1].read_text()
+    assert "(f) clipped GD: |f′(x)| = 4|x|³" in text
+    assert text.count("η = 0.000305, best") == 1
+    assert "paper: 0.36" in text

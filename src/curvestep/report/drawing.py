@@ -36,6 +36,8 @@ _STYLE: dict[Any, Any] = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "curvestep",  # the same figure is the same file
 }
+# In an SVG: on a dark page light and dark change places, and every hue stays.
+_DARK = "@media (prefers-color-scheme: dark) {svg {filter: invert(0.92) hue-rotate(180deg)}}"
 # Inside `with styled():` the style above is in use; matplotlib's own settings come back afterwards.
 styled = partial(matplotlib.rc_context, _STYLE)
 
@@ -150,6 +152,8 @@ def save(figure: Figure, path: str | Path) -> tuple[Path, Path]:
     with styled():
         figure.savefig(png, dpi=160, metadata={"Software": None})
         figure.savefig(svg, metadata={"Date": None, "Creator": None})
+    text = svg.read_text(encoding="utf-8")
+    svg.write_text(text.replace("</style>", f"{_DARK}</style>", 1), encoding="utf-8")
     return png, svg
 
 

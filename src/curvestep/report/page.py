@@ -191,7 +191,9 @@ def claims_of(paths: Sequence[Path]) -> Fields | None:
         return None
     saved = read_json(files[0])
     notes = [f"Data: {source}." for source in saved.get("data", ())]
+    picture = saved.get("picture")
     return {
+        "picture": _picture(files[0].parent, picture) if picture else None,
         "title": str(saved.get("title", "")),
         "parts": page_words.claim_parts(saved),
         "notes": [*notes, *saved.get("notes", ())],

@@ -39,6 +39,19 @@ HEADINGS = {
 }
 # The classes of verdicts in the style sheet of the page.
 BADGES = {REPRODUCED: "supported", HOLDS: "supported", NOT_REPRODUCED: "not", DOES_NOT_HOLD: "not"}
+PAPERS_CLAIM = (
+    "The paper claims that smoothness grows with the gradient norm along training, and that clipping is "
+    "faster for that reason."
+)
+CENTRAL = ("follows-gradient", "less-without-clipping", "clipping-accelerates")  # claims that carry the paper
+# What the runs of a scale are, where they decide; the empty one is for claims without runs.
+MODELS_OF = {
+    "epoch": "the paper's AWD-LSTM in its first epoch",
+    "paper": "ResNet20 for 200 epochs",
+    "longer": "the paper's two-layer LSTM for one epoch",
+    "laptop": "small models",
+    "": "no training",
+}
 TITLE = "Why gradient clipping accelerates training: a reproduction"
 _VERBS = {IN_PART: ("holds", "hold")}  # of one claim, of several; others are, or are not
 CONFIDENCE = 0.9
@@ -238,12 +251,41 @@ def tally(claims: Sequence[Claim]) -> str:
     return f"Of the {total} claim{'s' * (total != 1)} of the paper {', '.join(parts)}."
 
 
+def what_decided(claims: Sequence[Claim]) -> str:
+    """Which models, trained for how long, decide how many of the paper's claims, in a sentence."""
+    counts = Counter(claim.decides for claim in claims if claim.kind == PAPER)
+    parts = [f"{MODELS_OF[scale]} ({counts[scale]})" for scale in MODELS_OF if counts[scale]]
+    return f"What decides them: {', '.join(parts)}."
+
+
+def summary(claims: Sequence[Claim]) -> str:
+    """What the paper claims, and what of it which runs decide: for the first screen of a page."""
+    by_name = {claim.name: claim for claim in claims}
+    central = [by_name[name] for name in CENTRAL if name in by_name]
+    found = [f"{claim.source}, {claim.verdict}: {claim.sentence}" for claim in central]
+    return " ".join([PAPERS_CLAIM, what_decided(claims), *found])
+
+
 def write_claims(
-    claims: Sequence[Claim], folder: Path, *, data: Sequence[str] = (), notes: Sequence[str] = ()
+    claims: Sequence[Claim],
+    folder: Path,
+    *,
+    data: Sequence[str] = (),
+    notes: Sequence[str] = (),
+    picture: Mapping[str, str] | None = None,
 ) -> None:
-    """Write ``claims.json``, all that a page shows of the claims, and ``claims.md`` into ``folder``."""
+    """Write ``claims.json``, all that a page shows of the claims, and ``claims.md`` into ``folder``.
+
+    ``picture`` is an entry as in ``figures.json``: the page shows it first.
+    """
     rows = [asdict(claim) for claim in claims]
-    about = {"title": TITLE, "found": tally(claims), "data": list(data), "notes": list(notes)}
+    about = {
+        "title": TITLE,
+        "found": f"{tally(claims)} {summary(claims)}",
+        "data": list(data),
+        "notes": list(notes),
+    }
+    about["picture"] = picture
     looks = {"headings": HEADINGS, "badges": BADGES}
     write_json(folder / CLAIMS_JSON, {**about, **looks, "claims": rows})
     text = as_markdown(claims, data=data, notes=notes)

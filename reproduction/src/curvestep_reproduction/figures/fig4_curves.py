@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import math
-import textwrap
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -15,64 +13,74 @@ from curvestep.report.chart import Axis, Chart, Series
 from curvestep.report.results import on_common_steps, over_seeds, running_mean
 from curvestep.steps import normalized_from_clipped
 from curvestep.trace.run import DIVERGED
+from curvestep_reproduction.claims.statistics import accuracy, final_loss, spread
 from curvestep_reproduction.cost import steps_of
 from curvestep_reproduction.figures import legend
+from curvestep_reproduction.figures.layout import (
+    PANEL,
+    Panel,
+    dash_of,
+    figure_of_panels,
+    look_of,
+    short_label,
+    trained_on,
+)
 from curvestep_reproduction.figures.plan import PaperFigure, Planned, Results
-from curvestep_reproduction.recipes import ImageRecipe, LanguageRecipe, with_fields
+from curvestep_reproduction.recipes import ImageRecipe, LanguageRecipe, Recipe, with_fields
 from curvestep_reproduction.training.run_folder import TrainedRun
 
 TUNED = "lm-lr10clip0.25"  # the best clipped setting at laptop scale
-MARKED_POINTS = 12  # points up to which a curve has marks
-SMOOTHING, PARTS = 20, 200  # the running mean of the training loss: steps, or a part of a long run
+SMOOTHING = 20  # steps in the running mean of the training loss
+PARTS = 200  # parts of a long run, one of which it is over
+START = 0.1  # share of a run whose losses do not decide the axis: some settings begin with a spike
+ROOM = 1.05  # an axis of single points ends this far beyond them
+SURVIVOR = 0.5  # weight of the line of a seed whose setting diverges on others
+NOTE = (
+    "A line is the mean over the seeds, a band their range; thin lines are single seeds of settings that "
+    "diverge on others, a triangle marks where the last of those diverged; a mark without a line is a seed "
+    "of which only the end is known."
+)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Curve:
-    """One setting over several seeds."""
+    """One setting over the seeds that did not diverge."""
 
     label: str  # the setting in words
-    steps: np.ndarray  # iterations that all seeds reached, ascending
+    steps: np.ndarray  # iterations that all these seeds reached, ascending
     values: np.ndarray  # one row a seed, shaped (seeds, steps)
-    diverged: tuple[float, ...] = ()  # where on the axis seeds diverged, the last first
+    num_seeds: int = 1  # seeds of the setting
+    diverged_at: tuple[float, ...] = ()  # where on the axis seeds diverged, the last first
+    # Points of seeds that have no more than one, where others have a line.
+    alone: tuple[tuple[float, float], ...] = ()
     colour: int = 0  # number in the palette, by learning rate and momentum
-    dash: str = "solid"  # solid with clipping, dashed without; dotted where the learning rate drops
+    mark: str = "circle"  # likewise
+    dash: str = "solid"  # by clipping
 
     @property
-    def name(self) -> str:
-        """The label, and how many seeds diverged."""
-        if not self.diverged:
-            return self.label
-        return f"{self.label} ({len(self.diverged)} of {len(self.values)} diverge)"
+    def fate(self) -> str:
+        """How many seeds diverged, and by when; empty if none did."""
+        if not self.diverged_at:
+            return ""
+        return f"{self.label}: {len(self.diverged_at)} of {self.num_seeds}"
 
-
-def curves(runs: Sequence[TrainedRun], *, title: str = "Training with and without clipping") -> Figure:
-    """A row of two panels for each task: training loss, and what the paper shows beside it.
-
-    A line is the mean over the seeds of a setting, the band their range; a triangle at the upper edge marks
-    where a run diverged. Colours are learning rates; lines are solid with clipping and dashed without.
-    """
-    charts: list[Chart] = []
-    for kind, beside in _BESIDE.items():
-        task = [run for run in runs if isinstance(run.recipe, kind)]
-        if task:
-            charts += legend.lettered(_task_charts(task, *beside), beside[0])
-    return legend.described(charts, runs, title=title)
-
-
-# Letters of the paper, and what it shows beside the training loss: column, split and title, and the unit.
-_BESIDE = {
-    LanguageRecipe: ("ab", "loss", "valid", "validation loss", ""),
-    ImageRecipe: ("cd", "accuracy", "test", "test accuracy", " (%)"),
-}
-
-
-def _task_charts(
-    runs: Sequence[TrainedRun], _: str, column: str, split: str, name: str, unit: str
-) -> list[Chart]:
-    """Training loss of the runs of one task, and what stands beside it."""
-    task, held_out = runs[0].recipe.name, gather(runs, column, split)
-    beside = curve_chart(held_out, f"{name}{unit}", title=f"{task}: {name}", time=time_of(runs))
-    return [loss_chart(runs, title=f"{task}: training loss"), beside]
+    def series(self, top: float) -> list[Series]:
+        """Its lines, named at their ends, and the mark of its divergence at the ``top`` of the axis."""
+        look = {"colour": self.colour, "dash": self.dash, "mark": self.mark, "legend": ""}
+        drawn = []
+        if len(self.values) and not self.diverged_at:
+            drawn.append(over_seeds(self.label, self.steps, self.values, **look))
+        elif len(self.values):
+            *others, last = self.values
+            for one in others:
+                drawn.append(Series("", self.steps, one, weight=SURVIVOR, **look))
+            drawn.append(Series(self.label, self.steps, last, weight=SURVIVOR, **look))
+        for step, value in self.alone:
+            drawn.append(Series("", np.array([step]), np.array([value]), **look))
+        if self.diverged_at:
+            look |= {"dash": "", "mark": "triangle"}
+            drawn.append(Series("", np.array(self.diverged_at[:1]), np.array([top]), **look))
+        return drawn
 
 
 def time_of(runs: Sequence[TrainedRun]) -> str:
@@ -90,24 +98,34 @@ def gather(runs: Sequence[TrainedRun], column: str, split: str, *, smoothing: in
     settings: dict[str, list[TrainedRun]] = {}
     for run in runs:
         settings.setdefault(run.recipe.label, []).append(run)
-    unit, found = _unit_of(runs), []
-    for label, own in settings.items():
-        series = [running_mean(*run.column(column, split), smoothing) for run in own]
+    unit = _unit_of(runs)
+    curves = []
+    for own in settings.values():
+        trained = [run for run in own if run.status["status"] != DIVERGED]
         ends = [run.status["step"] / unit for run in own if run.status["status"] == DIVERGED]
-        steps, values = on_common_steps(series)
+        lines = [running_mean(*run.column(column, split), smoothing) for run in trained]
+        longest = max((len(steps) for steps, _ in lines), default=0)
+        short = [(steps, values) for steps, values in lines if len(steps) == 1 < longest]
+        steps = np.zeros(0)
+        values = np.zeros((0, 0))
+        if trained:
+            steps, values = on_common_steps([line for line in lines if len(line[0]) > 1 or not short])
         recipe = own[0].recipe
-        looks = ("dashdot", "dot") if recipe.lr_drops else ("solid", "dash")
-        found.append(
+        colour, mark = look_of(recipe)
+        curves.append(
             Curve(
-                label=f"{label}{_unended(own)}",
+                label=f"{short_label(recipe)}{_unended(own)}",
                 steps=steps / unit,
                 values=values,
-                diverged=tuple(sorted(ends, reverse=True)),
-                colour=legend.colour_of(recipe),
-                dash=looks[recipe.max_norm == math.inf],
+                num_seeds=len(own),
+                diverged_at=tuple(sorted(ends, reverse=True)),
+                alone=tuple((float(at[0] / unit), float(value[0])) for at, value in short),
+                colour=colour,
+                mark=mark,
+                dash=dash_of(recipe),
             )
         )
-    return found
+    return curves
 
 
 def _unended(runs: Sequence[TrainedRun]) -> str:
@@ -116,42 +134,83 @@ def _unended(runs: Sequence[TrainedRun]) -> str:
     return "".join(lengths[:1])
 
 
-def loss_chart(runs: Sequence[TrainedRun], *, title: str = "") -> Chart:
+def loss_panel(runs: Sequence[TrainedRun], *, letter: str = "", paper: str = "") -> Panel:
     """The training loss of every setting among ``runs``, as a running mean."""
     window = max(SMOOTHING, *(steps_of(run.recipe) // PARTS for run in runs))
-    found = gather(runs, "loss", "train", smoothing=window)
-    label = f"loss, mean of {window} steps"
-    return curve_chart(found, label, title=title or "training loss", time=time_of(runs))
+    curves = gather(runs, "loss", "train", smoothing=window)
+    label = f"training loss, mean of {window} steps"
+    return curve_panel(curves, label, time=time_of(runs), letter=letter, paper=paper, past=START)
 
 
-def curve_chart(
-    found: Sequence[Curve], label: str, *, title: str, time: str = "iteration", log: bool = False
-) -> Chart:
+def curve_panel(
+    curves: Sequence[Curve],
+    label: str,
+    *,
+    time: str = "iteration",
+    title: str = "",
+    letter: str = "",
+    paper: str = "",
+    log: bool = False,
+    past: float = 0.0,
+) -> Panel:
     """Curves over the run: the mean over the seeds, their range as a band.
 
-    The axis holds every seed of the curves that did not diverge: a run that exploded does not decide it.
+    The axis holds every seed that did not diverge, but for the first part of the run (``past``, a share).
     """
-    limits = None if log else _limits(found)
-    series = []
-    for curve in found:
-        mark = "circle" if len(curve.steps) < MARKED_POINTS else ""
-        name = textwrap.fill(curve.name, legend.LEGEND_CHARACTERS)
-        look = {"colour": curve.colour, "dash": curve.dash, "mark": mark}
-        series.append(over_seeds(name, curve.steps, curve.values, **look))
-        if curve.diverged and limits:
-            at = np.array(curve.diverged[:1]), np.array([limits[1]])
-            series.append(Series("", *at, colour=curve.colour, dash="", mark="triangle"))
-    return Chart("curves", title, Axis(time), Axis(label, log=log, range=limits), tuple(series))
+    limits = axis_limits(curves, past=past)
+    if log:
+        limits = None
+    series: list[Series] = []
+    for curve in curves:
+        series += curve.series(limits[1] if limits else math.nan)
+    fates = [curve.fate for curve in curves if curve.fate]
+    across = None
+    if all(len(curve.steps) <= 1 for curve in curves):  # a point is no scale
+        across = (
+            0.0,
+            ROOM * max((float(curve.steps[-1]) for curve in curves if len(curve.steps)), default=1),
+        )
+    title = title or label.partition(",")[0]
+    return Panel(
+        Chart("curves", title, Axis(time, range=across), Axis(label, log=log, range=limits), tuple(series)),
+        letter=letter,
+        paper=paper,
+        found=_seeds_of(curves),
+        inside="seeds that diverge:\n" + "\n".join(fates) if fates else "",
+    )
 
 
-def _limits(found: Sequence[Curve]) -> tuple[float, float] | None:
-    """The range of the axis; None where nothing was drawn or all diverged."""
-    calm = [curve.values.ravel() for curve in found if not curve.diverged and curve.values.size]
+def _seeds_of(curves: Sequence[Curve]) -> str:
+    """How many seeds and points the settings have: ``3 to 5 seeds, 14 points``."""
+    seeds = sorted({curve.num_seeds for curve in curves})
+    points = sorted({len(curve.steps) for curve in curves if len(curve.steps)}) or [0]
+    return f"seeds a setting: {_from_to(seeds)}; points a line: {_from_to(points)}"
+
+
+def _from_to(counts: Sequence[int]) -> str:
+    """Ascending counts in words: ``3``, or ``3 to 5``."""
+    if counts[0] == counts[-1]:
+        return str(counts[0])
+    return f"{counts[0]} to {counts[-1]}"
+
+
+def axis_limits(curves: Sequence[Curve], *, past: float = 0.0) -> tuple[float, float] | None:
+    """The range of the axis; None where no seed is left.
+
+    Values of the first part of the run (``past``, a share) may lie outside of it, a quarter above the rest.
+    """
+    calm = [curve for curve in curves if curve.values.size]
     if not calm:
         return None
-    low, high = np.min(np.concatenate(calm)), np.max(np.concatenate(calm))
+    end = max(curve.steps[-1] for curve in calm)
+    late = np.concatenate([curve.values[:, curve.steps >= past * end].ravel() for curve in calm])
+    every = np.concatenate([curve.values.ravel() for curve in calm])
+    low = float(every.min())
+    high = float(late.max()) if late.size else float(every.max())
     span = max(high - low, 0.01 * abs(high))  # of one point, too
-    return low - 0.05 * span, high + 0.15 * span
+    if past:
+        high = min(float(every.max()), high + 0.25 * span)
+    return low - 0.05 * span, high + 0.3 * span  # room for what is written at the top
 
 
 # The runs and the pictures
@@ -167,12 +226,73 @@ def _all_runs(scale: str) -> list[Planned]:
     ]
 
 
-def _draw_curves(results: Results, title: str) -> Figure:
-    language = [
+def curve_panels(runs: Sequence[TrainedRun]) -> list[Panel]:
+    """Two panels for each task: training loss, and what the paper shows beside it."""
+    panels = []
+    language = [run for run in runs if isinstance(run.recipe, LanguageRecipe)]
+    images = [run for run in runs if isinstance(run.recipe, ImageRecipe)]
+    if language:
+        validation = gather(language, "loss", "valid")
+        panels.append(loss_panel(language, letter="a", paper="clipping is faster"))
+        panels.append(
+            curve_panel(
+                validation, "validation loss", time=time_of(language), letter="b", paper="clipping is best"
+            )
+        )
+    if images:
+        tested = gather(images, "accuracy", "test")
+        panels.append(loss_panel(images, letter="c", paper="clipping is fastest"))
+        panels.append(
+            curve_panel(
+                tested, "test accuracy (%)", time=time_of(images), letter="d", paper="95.2 %, momentum 95.0 %"
+            )
+        )
+    return panels
+
+
+def _draw_curves(results: Results) -> Figure:
+    names = [
         legend.trained_name(results.plan.scale, name) for name in (*legend.LANGUAGE, *legend.UNCLIPPED_EPOCH)
     ]
-    settings = results.there((*language, *legend.IMAGES, *legend.IMAGES_WITH_DROPS))
-    return curves(list(chain.from_iterable(map(results.shown, settings))), title=title)
+    there = results.there((*names, *legend.IMAGES, *legend.IMAGES_WITH_DROPS))
+    settings = [results.shown(name) for name in there]
+    runs = [run for setting in settings for run in setting]
+    panels = curve_panels(runs)
+    return figure_of_panels(
+        panels, title=f"Figure 4: {_finding(settings)}", note=f"{NOTE} {trained_on(runs)}.", size=PANEL
+    )
+
+
+def _finding(settings: Sequence[Sequence[TrainedRun]]) -> str:
+    """Where each task ends with clipping and without: the best setting of each that no seed lost."""
+    language = [runs for runs in settings if isinstance(runs[0].recipe, LanguageRecipe)]
+    images = [runs for runs in settings if isinstance(runs[0].recipe, ImageRecipe)]
+    words = []
+    lost = [runs[0].recipe for runs in settings if any(run.status["status"] == DIVERGED for run in runs)]
+    if lost:
+        lrs = sorted({recipe.lr for recipe in lost if recipe.threshold == math.inf})
+        words.append(f"without clipping, lr {', '.join(f'{lr:g}' for lr in lrs)} diverge")
+    ended = [runs for runs in language if all(run.has_ended for run in runs)]
+    losses = _best_of(ended, lambda runs: spread(runs, final_loss).mean)
+    if all(math.isfinite(loss) for loss in losses):
+        words.append(f"training loss ends at {losses[0]:.2f} with clipping, {losses[1]:.2f} without")
+    ended = [runs for runs in images if all(run.has_ended and run.rows("test") for run in runs)]
+    errors = _best_of(ended, lambda runs: 100 - spread(runs, accuracy).mean)
+    if all(math.isfinite(error) for error in errors):
+        words.append(f"images reach {100 - errors[0]:.1f} % with, {100 - errors[1]:.1f} % without")
+    return "; ".join(words) or "training with and without clipping"
+
+
+def _best_of(
+    settings: Sequence[Sequence[TrainedRun]], score: Callable[[Sequence[TrainedRun]], float]
+) -> tuple[float, float]:
+    """The lowest score with clipping, and without; infinity where there is no setting."""
+    best = {True: math.inf, False: math.inf}
+    for runs in settings:
+        clips = runs[0].recipe.threshold < math.inf
+        if all(run.status["status"] != DIVERGED for run in runs):
+            best[clips] = min(best[clips], score(runs))
+    return best[True], best[False]
 
 
 FIG4 = PaperFigure(
@@ -195,15 +315,20 @@ def equivalence_runs(scale: str) -> list[Planned]:
     runs = legend.runs_of(scale, [legend.BY_HAND, TUNED])
     for run in legend.runs_of(scale, [legend.BY_HAND]):
         steps = normalized_from_clipped(lr=run.recipe.lr, max_norm=run.recipe.max_norm)
-        recipe = with_fields(run.recipe, optimizer="normalized", probe_every=0, **steps)
+        recipe: Recipe = with_fields(run.recipe, optimizer="normalized", probe_every=0, **steps)
         runs.append(Planned(legend.NORMALIZED, recipe))
     return runs
 
 
-def _draw_equivalence(results: Results, title: str) -> Figure:
-    """Training losses of clipped descent at two learning rates and of normalized descent."""
-    runs = list(chain.from_iterable(map(results.shown, (legend.BY_HAND, TUNED, legend.NORMALIZED))))
-    return legend.described([loss_chart(runs)], runs, title=title)
+def _draw_equivalence(results: Results) -> Figure:
+    """Training losses of clipped descent and of the normalized descent that corresponds."""
+    clipped = results.shown(legend.BY_HAND)
+    normalized = results.shown(legend.NORMALIZED)
+    runs = [*clipped, *normalized]
+    ends = [spread(one, final_loss).mean for one in (clipped, normalized)]
+    title = f"Clipped descent ends at a loss of {ends[0]:.2f}, the corresponding normalized at {ends[1]:.2f}"
+    panel = loss_panel(runs, paper="same up to a factor of the step")
+    return figure_of_panels([panel], title=title, note=f"{NOTE} {trained_on(runs)}.", size=(6.0, 3.6))
 
 
 EQUIVALENCE = PaperFigure(

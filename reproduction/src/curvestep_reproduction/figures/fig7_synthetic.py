@@ -19,8 +19,7 @@ from matplotlib.figure import Figure
 from numpy.typing import NDArray
 
 from curvestep.files import write_atomically
-from curvestep.report.chart import NUM_COLOURS, THIN, Axis, Chart, Series
-from curvestep.report.drawing import figure_of
+from curvestep.report.chart import BOLD, NUM_COLOURS, THIN, Axis, Chart, Series
 from curvestep.steps import normalized_from_clipped
 from curvestep.theory.complexity import descend, first_hits, walk
 from curvestep.theory.problems.polynomials import Quartic
@@ -29,7 +28,7 @@ from curvestep.theory.theorems.clipped_gd import theorem3
 from curvestep.theory.theorems.fixed_gd import lower_bound_pair, theorem4, theorem6, wall_height
 from curvestep.trace.run import read_json, write_json
 from curvestep_reproduction.claims.claims import MissingRuns
-from curvestep_reproduction.figures.legend import PANEL, SMALL_PANEL, lettered
+from curvestep_reproduction.figures.layout import SMALL_PANEL, Panel, figure_of_panels
 from curvestep_reproduction.figures.plan import PaperFigure, Picture, Results
 from curvestep_reproduction.progress import Progress
 
@@ -251,24 +250,31 @@ def _slope(x: Array, y: Array) -> float:
 # The pictures
 
 
-def draw_trajectories(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:
+def draw_trajectories(result: SyntheticResult, numbers: dict[str, Array]) -> Figure:
     """The six panels of the paper: distance, value and derivative, without and with clipping."""
     quantities = {"|x|": np.abs, "f(x) = x⁴": lambda x: x**4, "|f′(x)| = 4|x|³": lambda x: np.abs(4 * x**3)}
-    charts = []
+    papers = {"gd": "0.36", "clipped": "1.3e-8"}
+    panels = []
     for name, method in METHODS.items():
         for label, quantity in quantities.items():
             with np.errstate(over="ignore", invalid="ignore"):
                 values = quantity(numbers[f"{name}_points"])
             series = _step_sizes(numbers[f"{name}_lrs"], values, getattr(result, f"{name}_best_lr"))
-            if label != "|x|":  # one legend a row
+            is_last = label.startswith("|f")
+            if not is_last:  # the lines are named once a row
                 series = tuple(replace(one, name="") for one in series)
-            charts.append(Chart(name, f"{method}, {label}", Axis("iteration"), Axis("", log=True), series))
+            chart = Chart(name, f"{method}: {label}", Axis("iteration"), Axis(label, log=True), series)
+            paper = papers[name] if is_last else ""
+            panels.append(Panel(chart, letter="abcdef"[len(panels)], paper=paper))
     note = (
-        f"x⁴ from {result.config.x0:g}; clipping threshold {result.config.max_norm:g}. After "
-        f"{result.config.num_steps} iterations the best step sizes reach |f′| = {result.gd_grad_norm:.2g} "
-        f"and {result.clipped_grad_norm:.2g}. A band is a step that bounces for ever"
+        f"x⁴ from {result.config.x0:g}, clipping threshold {result.config.max_norm:g}; lines are step sizes. "
+        "Solid bands: the iterate oscillates and never converges. The paper gives no number of iterations."
     )
-    return figure_of(lettered(charts), title=title, note=note, columns=3, size=SMALL_PANEL)
+    title = (
+        f"Figure 7: after {result.config.num_steps} iterations the best step sizes reach |f′| = "
+        f"{result.gd_grad_norm:.2g} without clipping and {result.clipped_grad_norm:.2g} with it"
+    )
+    return figure_of_panels(panels, title=title, note=note, columns=3, size=SMALL_PANEL)
 
 
 def _step_sizes(lrs: Array, values: Array, best_lr: float) -> tuple[Series, ...]:
@@ -279,48 +285,66 @@ def _step_sizes(lrs: Array, values: Array, best_lr: float) -> tuple[Series, ...]
     for order, index in enumerate(range(first, min(len(lrs), first + NUM_LINES))):
         line = values[:, index]
         line = np.where((line > 0) & (line < 1e3 * line[0]), line, np.nan)
-        said = f"step size {lrs[index]:.3g}" + ", best" * (index == best)
-        said += ", diverges" * bool(np.isnan(line[-1]))
-        look = {"colour": order % NUM_COLOURS, "weight": 1.0 if index == best else THIN}
-        series.append(Series(said, np.arange(len(line)), line, **look))
+        name = f"η = {lrs[index]:.3g}"
+        weight = THIN
+        if index == best:
+            name += ", best"
+            weight = BOLD
+        diverges = bool(np.isnan(line[-1]))
+        if diverges:
+            name += ", diverges"
+        look = {"colour": order % NUM_COLOURS, "weight": BOLD if diverges else weight, "legend": ""}
+        series.append(Series(name, np.arange(len(line)), line, **look))
     return tuple(series)
 
 
-def draw_growth(result: SyntheticResult, numbers: dict[str, Array], title: str) -> Figure:
+def draw_theorems(result: SyntheticResult, numbers: dict[str, Array]) -> Figure:
     """Iterations on the lower-bound pair against the largest gradient norm, and what fixed steps lose."""
-    M, iterations = numbers["M"], numbers["iterations"]
-    lower, upper = numbers["fixed_lower"], numbers["fixed_upper"]
-    left = [
-        Series("fixed step: at least (Thm 4)", M, lower, colour=GD, dash="dot", band=(lower, upper)),
-        Series("fixed step: at most (Thm 6)", M, upper, colour=GD, dash="dash"),
-        Series("clipped: at most (Thm 3)", M, numbers["clipped_upper"], colour=CLIPPED, dash="dash"),
+    M = numbers["M"]
+    iterations = numbers["iterations"]
+    lower = numbers["fixed_lower"]
+    upper = numbers["fixed_upper"]
+    bounds = [
+        Series("fixed: at least (Thm 4)", M, lower, colour=GD, dash="dot", band=(lower, upper), legend=""),
+        Series("fixed: at most (Thm 6)", M, upper, colour=GD, dash="dash", legend=""),
+        Series(
+            "clipped: at most (Thm 3)", M, numbers["clipped_upper"], colour=CLIPPED, dash="dash", legend=""
+        ),
     ]
     marks = ("circle", "square", "triangle", "circle")
     for number, (method, row) in enumerate(zip(RULES, iterations, strict=False)):
-        left.append(Series(method, M, row, colour=number % NUM_COLOURS, mark=marks[number % 4], weight=THIN))
+        bounds.append(Series(method, M, row, colour=number, mark=marks[number], weight=THIN, legend=""))
     kappas = M * result.config.L1 / result.config.L0
-    ratio, predicted = iterations[0] / iterations[1], kappas / np.log1p(kappas)
+    ratio = iterations[0] / iterations[1]
+    predicted = kappas / np.log1p(kappas)
     prediction = predicted * (ratio[-1] / predicted[-1])
-    theory = f"κ / ln(1 + κ), slope {_slope(M, predicted):.2f}"
-    right = (
+    losses = (
         Series(f"measured, slope {_slope(M, ratio):.2f}", M, ratio, colour=2, mark="circle"),
-        Series(theory, M, prediction, colour="ink", dash="dash"),
+        Series(f"κ / ln(1 + κ), slope {_slope(M, predicted):.2f}", M, prediction, colour="ink", dash="dash"),
     )
     largest = Axis("largest gradient norm M", log=True)
-    titles = "Iterations to a small gradient, slower of the pair", "What a fixed step loses"
-    charts = [
-        Chart("iterations", titles[0], largest, Axis("iterations", log=True), tuple(left)),
-        Chart("loses", titles[1], largest, Axis("best fixed step over clipped", log=True), right),
-    ]
-    note = (
-        f"L0 = {result.config.L0:g}, L1 = {result.config.L1:g}, κ = L1·M/L0. Corrected and sharp bounds; "
-        "the prediction is scaled to the last point"
+    panels = [
+        Panel(
+            Chart("iterations", "iterations on the harder function", largest,
+                  Axis("iterations to ‖∇f‖ ≤ ε", log=True), tuple(bounds)),
+            found="of the two functions of Theorem 4", reference=True,
+        ),
+        Panel(
+            Chart("loses", "what a fixed step loses", largest, Axis("best fixed step over clipped", log=True),
+                  losses),
+            found="prediction scaled to the last point", reference=True,
+        ),
+    ]  # fmt: skip
+    note = f"L0 = {result.config.L0:g}, L1 = {result.config.L1:g}, κ = L1·M/L0. Corrected and sharp bounds."
+    title = (
+        f"Theorems 3, 4 and 6: at M = {M[-1]:,.0f} the best fixed step takes {ratio[-1]:,.0f} times the "
+        "iterations of clipping"
     )
-    return figure_of(charts, title=title, note=note, size=PANEL)
+    return figure_of_panels(panels, title=title, note=note, size=(5.0, 3.6))
 
 
-def _drawn(draw: Callable[[SyntheticResult, dict[str, Array], str], Figure]) -> Callable[..., Figure]:
-    return lambda results, title: draw(*load_synthetic(results.folder / FOLDER), title)
+def _drawn(draw: Callable[[SyntheticResult, dict[str, Array]], Figure]) -> Callable[[Results], Figure]:
+    return lambda results: draw(*load_synthetic(results.folder / FOLDER))
 
 
 def run_once(folder: Path, progress: bool) -> None:
@@ -345,11 +369,11 @@ FIG7 = PaperFigure(
     draw=_drawn(draw_trajectories),
     beside=(
         Picture(
-            name="fig7_growth",
+            name="theorems",
             title="Theorems 3, 4 and 6: iterations against the largest gradient norm",
             caption="The charts count iterations on the functions behind Theorem 4, with fixed steps and "
             "with clipping.",
-            draw=_drawn(draw_growth),
+            draw=_drawn(draw_theorems),
         ),
     ),
     experiment=run_once,

@@ -2,23 +2,35 @@ r"""GD against clipped GD on the 2-layer LSTM: figure 8 of the paper, and its qu
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from itertools import chain
+from dataclasses import replace
 
 import numpy as np
 from matplotlib.figure import Figure
 
-from curvestep.report.chart import GRADIENT
-from curvestep.report.results import on_common_steps, running_mean
+from curvestep.report.chart import GRADIENT, Series
+from curvestep.report.results import on_common_steps
 from curvestep_reproduction.claims.statistics import measured
-from curvestep_reproduction.figures.fig1_scatter import scatter_chart
-from curvestep_reproduction.figures.fig4_curves import Curve, curve_chart, loss_chart
-from curvestep_reproduction.figures.legend import LANGUAGE, colour_of, described, lettered, runs_of
-from curvestep_reproduction.figures.plan import PaperFigure, Planned
+from curvestep_reproduction.figures.fig1_scatter import scatter_panel
+from curvestep_reproduction.figures.fig4_curves import Curve, curve_panel, loss_panel
+from curvestep_reproduction.figures.layout import (
+    Panel,
+    dash_of,
+    figure_of_panels,
+    look_of,
+    short_label,
+    trained_on,
+)
+from curvestep_reproduction.figures.legend import LANGUAGE, runs_of
+from curvestep_reproduction.figures.plan import PaperFigure, Planned, Results
 from curvestep_reproduction.recipes import get_recipe
 from curvestep_reproduction.training.run_folder import TrainedRun
 
-ROWS = 5  # measurements in the running mean of the gradient norm
+ROWS = 5  # measurements in the running median of the gradient norm
+PAPERS_TOP = 25.0  # M L1 + L0 that the paper reads off GD's points
+PAPERS_L0 = 5.0  # that it reads off those of clipped GD
+PAPERS_L1 = 10.0  # likewise
 SETTINGS = ("lm-lr2", "lm-lr10clip0.25")  # gradient descent, and clipped
 
 
@@ -30,7 +42,8 @@ def compare(gd: TrainedRun, clipped: TrainedRun) -> tuple[float, float]:
     norm by :math:`\sqrt{\,\cdot\,\Delta/T}`, so the square root of the ratio is what they predict. Measured
     are means up to the step that both reached.
     """
-    (gd_steps, gd_norms, _), (steps, norms, _) = measured(gd), measured(clipped)
+    gd_steps, gd_norms, _ = measured(gd)
+    steps, norms, _ = measured(clipped)
     largest = gd.fit.L0 + gd.fit.L1 * float(gd_norms.max())
     with np.errstate(divide="ignore"):
         printed = float(np.divide(largest, clipped.fit.L0))
@@ -38,22 +51,51 @@ def compare(gd: TrainedRun, clipped: TrainedRun) -> tuple[float, float]:
     return printed, float(gd_norms[gd_steps <= end].mean() / norms[steps <= end].mean())
 
 
-def lstm_gd(*sides: Sequence[TrainedRun], title: str = "GD against clipped GD on the 2-layer LSTM") -> Figure:
-    """Gradient norm and loss over the iterations, and a scatter of each: seeds of GD, seeds of clipped GD."""
-    runs = list(chain(*sides))
+def lstm_gd(gd: Sequence[TrainedRun], clipped: Sequence[TrainedRun]) -> Figure:
+    """Gradient norm and loss over the iterations, and a scatter of each, with the paper's own lines."""
+    runs = [*gd, *clipped]
     norms = []
-    for side in sides:
-        steps, values = on_common_steps(
-            [running_mean(*measured(run)[:2], ROWS * run.recipe.probe_every) for run in side]
+    for side in (gd, clipped):
+        steps, values = on_common_steps([_running_median(run) for run in side])
+        recipe = side[0].recipe
+        colour, mark = look_of(recipe)
+        look = {"colour": colour, "mark": mark, "dash": dash_of(recipe)}
+        norms.append(
+            Curve(label=short_label(recipe), steps=steps, values=values, num_seeds=len(side), **look)
         )
-        colour = colour_of(side[0].recipe)
-        norms.append(Curve(label=side[0].recipe.label, steps=steps, values=values, colour=colour))
-    charts = [
-        curve_chart(norms, GRADIENT, title=f"gradient norm, mean of {ROWS} rows", log=True),
-        loss_chart(runs),
-        *map(scatter_chart, sides),
+    ratios = [compare(*pair)[1] for pair in zip(gd, clipped, strict=False)]
+    ratio = math.exp(sum(math.log(one) for one in ratios) / len(ratios))
+    title = "gradient norm"
+    panels = [
+        curve_panel(norms, GRADIENT, title=title, log=True, letter="a", paper="about 3 times"),
+        loss_panel(runs, letter="b", paper="GD lowers the loss"),
+        with_line(scatter_panel(gd, letter="c", paper="M L1 + L0 = 25"), L0=PAPERS_TOP, L1=0.0),
+        with_line(scatter_panel(clipped, letter="d", paper="L0 = 5, L1 = 10"), L0=PAPERS_L0, L1=PAPERS_L1),
     ]
-    return described(lettered(charts), runs, title=title)
+    note = (
+        f"(a): median of {ROWS} rows. Lines in (c, d): what the paper reads off its own, whose estimate sums "
+        f"over batches. {trained_on(runs)}."
+    )
+    title = f"Figure 8: GD's gradients are {ratio:.1f} times those of {clipped[0].recipe.label}"
+    return figure_of_panels(panels, title=title, note=note)
+
+
+def _running_median(run: TrainedRun) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and the median of the last few measured gradient norms: single large rows do not smear."""
+    steps, norms, _ = measured(run)
+    medians = [np.median(norms[max(0, row + 1 - ROWS) : row + 1]) for row in range(len(norms))]
+    return steps, np.array(medians)
+
+
+def with_line(panel: Panel, *, L0: float, L1: float) -> Panel:
+    """The panel with the line L0 + L1 g over its points."""
+    chart = panel.chart
+    if not chart.series:
+        return panel
+    norms = chart.series[0].x
+    ends = np.linspace(norms.min(), norms.max(), 50)
+    line = Series("the paper's", ends, L0 + L1 * ends, colour="bad", dash="dash", legend="")
+    return replace(panel, chart=replace(chart, series=(*chart.series, line)))
 
 
 def two_layer_settings(scale: str) -> tuple[str, str]:
@@ -69,10 +111,16 @@ def two_layer_runs(scale: str) -> list[Planned]:
     if scale != "paper":
         return runs_of(scale, two_layer_settings(scale))
     runs = []
-    for name, found in zip(two_layer_settings(scale), map(LANGUAGE.__getitem__, SETTINGS), strict=True):
-        recipe = get_recipe("ptb-lstm", scale, lr=found.lr, max_norm=found.max_norm)
+    for name, of_legend in zip(two_layer_settings(scale), SETTINGS, strict=True):
+        line = LANGUAGE[of_legend]
+        recipe = get_recipe("ptb-lstm", scale, lr=line.lr, max_norm=line.max_norm)
         runs.append(Planned(name, recipe))
     return runs
+
+
+def _draw(results: Results) -> Figure:
+    gd, clipped = two_layer_settings(results.plan.scale)
+    return lstm_gd(results.shown(gd), results.shown(clipped))
 
 
 FIG8 = PaperFigure(
@@ -81,7 +129,5 @@ FIG8 = PaperFigure(
     title="Figure 8: GD against clipped GD on the 2-layer LSTM",
     caption="Plain and clipped gradient descent train the two-layer LSTM. Charts show gradient norms "
     "on the oracle, training losses, and smoothness against gradient norm.",
-    draw=lambda results, title: lstm_gd(
-        *map(results.shown, two_layer_settings(results.plan.scale)), title=title
-    ),
+    draw=_draw,
 )

@@ -1,17 +1,12 @@
-"""The paper's legend: its settings, their seeds and runs at each scale, and how figures show them."""
+"""The paper's legend: its settings, their seeds and runs at each scale, and their words."""
 
 from __future__ import annotations
 
 import math
-import textwrap
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from matplotlib.figure import Figure
-
-from curvestep.report.chart import Chart
-from curvestep.report.drawing import figure_of
 from curvestep.trace.run import DIVERGED, FINISHED, last_step
 from curvestep_reproduction.cost import steps_of
 from curvestep_reproduction.figures.plan import Planned
@@ -209,36 +204,7 @@ def run_again(scale: str, setting: str, *, calibrated: bool = False, **fields: A
 
 # How figures show the settings
 
-# One colour a setting in every figure, by learning rate and momentum: numbers of the palette.
-COLOURS = {
-    (30.0, 0.0): 0,
-    (10.0, 0.0): 1,
-    (2.0, 0.0): 2,
-    (4.0, 0.0): 3,
-    (5.0, 0.0): 4,
-    (20.0, 0.0): 5,
-    (0.1, 0.9): 6,
-}
 LETTERS = "abcdefgh"  # of panels
-# Inches of a panel, so that a figure of two or of three can be read at half the width of a page.
-PANEL, SMALL_PANEL = (4.0, 3.4), (3.1, 3.0)
-TITLE_CHARACTERS, LEGEND_CHARACTERS = 24, 27  # in a line above a small panel, and of a legend of two columns
-OTHER_COLOUR = 5  # of a setting that is not in the paper's legend
-
-
-def colour_of(recipe: Recipe) -> int:
-    """The colour of a setting."""
-    return COLOURS.get((recipe.lr, recipe.momentum), OTHER_COLOUR)
-
-
-def lettered(charts: Sequence[Chart], letters: str = LETTERS) -> list[Chart]:
-    """Charts with the paper's (a), (b), (c) before their titles; a chart alone has none by itself."""
-    if len(charts) == 1 and letters == LETTERS:
-        return list(charts)
-    return [
-        replace(chart, title=f"({letter}) {chart.title}")
-        for letter, chart in zip(letters, charts, strict=False)
-    ]
 
 
 def length_words(run: TrainedRun) -> str:
@@ -272,7 +238,8 @@ def seed_words(runs: Iterable[TrainedRun | Planned]) -> str:
         return f"seed {first}"
     if others[-1] == first + len(others):
         return f"seeds {first} to {others[-1]}"
-    return f"seeds {', '.join(map(str, [first, *others]))}"
+    names = [str(seed) for seed in (first, *others)]
+    return f"seeds {', '.join(names)}"
 
 
 def setting_words(run: TrainedRun) -> str:
@@ -283,31 +250,3 @@ def setting_words(run: TrainedRun) -> str:
     if status == DIVERGED:
         return f"{label} (diverged at step {run.status['step']})"
     return f"{label} ({length_words(run)})"
-
-
-def described(
-    charts: Sequence[Chart],
-    runs: Sequence[TrainedRun],
-    *,
-    title: str,
-    columns: int = 2,
-    size: tuple[float, float] = PANEL,
-) -> Figure:
-    """As :func:`figure_of`, each chart with its words, and below all what was trained on which data."""
-    models = dict.fromkeys(run.recipe.model_words for run in runs)
-    data = dict.fromkeys(str(run.status["data"]) for run in runs if run.status.get("data"))
-    words = [*models, seed_words(runs), *data]
-    width = size[0] * min(columns, len(charts))
-    return figure_of(
-        charts,
-        title=_wrapped(title, width / 0.095),
-        note=_wrapped("; ".join(words), width / 0.062),
-        columns=columns,
-        words=True,
-        size=size,
-    )
-
-
-def _wrapped(text: str, characters: float) -> str:
-    """Each line of ``text`` broken so that it fits."""
-    return "\n".join(textwrap.fill(line, int(characters)) for line in text.split("\n"))

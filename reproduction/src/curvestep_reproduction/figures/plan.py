@@ -56,12 +56,12 @@ class Planned:
 
 @dataclass(frozen=True, kw_only=True)
 class Picture:
-    """One image: its file name without suffix, its title, what is seen on it, and how it is drawn."""
+    """One image: its file name without suffix, its heading, what is seen on it, and how it is drawn."""
 
     name: str
-    title: str
+    title: str  # above it on a page; what is found stands in the image
     caption: str
-    draw: Callable[[Results, str], Figure]  # takes the title too
+    draw: Callable[[Results], Figure]
 
 
 @dataclass(frozen=True, kw_only=True)

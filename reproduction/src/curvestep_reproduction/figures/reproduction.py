@@ -30,6 +30,7 @@ from curvestep_reproduction.figures.fig4_curves import EQUIVALENCE, FIG4
 from curvestep_reproduction.figures.fig6_data_fraction import FIG6
 from curvestep_reproduction.figures.fig7_synthetic import FIG7
 from curvestep_reproduction.figures.fig8_lstm_gd import FIG8
+from curvestep_reproduction.figures.grid import claims_grid
 from curvestep_reproduction.figures.legend import length_words, missing_words, seed_words
 from curvestep_reproduction.figures.plan import (
     KEPT_CLAIMS,
@@ -135,10 +136,12 @@ def reproduce(
         if plan.scale != "laptop":  # one seed may be judged by the spread at a smaller scale
             results.at |= load_smaller(plan, Path(place))
         claims = make_claims(results)
+    by_scale = {plan.scale: claims}
     notes = [f"Trained here: scale {plan.scale}."]
     if plan.scale == "laptop":
         kept = kept_claims({claim.name for claim in claims})
-        claims = decided({"laptop": claims, **kept})
+        by_scale |= kept
+        claims = decided(by_scale)
         notes.append(f"Kept runs of other scales decide where they are larger: {', '.join(kept) or 'none'}.")
         at_size = draw_kept({figure.name for figure in plan.figures}, folder, progress=progress)
         drawn.entries.extend(at_size.entries)
@@ -146,7 +149,7 @@ def reproduce(
     # The paper's figures in their order, each at both sizes.
     entries = sorted(drawn.entries, key=lambda entry: list(FIGURES).index(entry["figure"]))
     write_json(folder / PICTURES, {"figures": entries})
-    write_claims(claims, folder, data=sources, notes=notes)
+    write_claims(claims, folder, data=sources, notes=notes, picture=draw_grid(by_scale, folder))
     loaded = {run.folder.resolve(): run for run in results.runs}
     page = write_page([folder], folder / PAGE, overwrite=True, fit=partial(_fit_of, loaded=loaded)).path
     result = Reproduction(
@@ -161,6 +164,14 @@ def reproduce(
     if progress:
         print(as_markdown(claims, data=sources, notes=notes), flush=True)
     return result
+
+
+def draw_grid(by_scale: Mapping[str, Sequence[Claim]], folder: Path) -> dict[str, str]:
+    """Draw the grid of claims by scales; its entry, as in ``figures.json``."""
+    png, svg = save(claims_grid(by_scale), folder / "figures" / "claims")
+    files = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in (png, svg)}
+    caption = "A row is a claim of the paper, a column a scale. A frame marks the scale that decides."
+    return {"title": "Claims by scales", "caption": caption} | files
 
 
 def _fit_of(run: Run, *, loaded: Mapping[Path, TrainedRun]) -> SmoothnessFit:
@@ -212,7 +223,7 @@ def draw_all(
     for figure, picture in results.plan.pictures:
         name, title = f"{picture.name}{suffix}", f"{picture.title}{where}"
         try:
-            png, svg = save(picture.draw(results, title), folder / "figures" / name)
+            png, svg = save(picture.draw(results), folder / "figures" / name)
         except NotPlanned:
             continue
         except (ValueError, OSError) as error:
