@@ -6,7 +6,6 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -17,12 +16,11 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 
-from curvestep.smoothness.estimators import each
-from curvestep.smoothness.observer import ForwardCalls, Mark, ObservedStep, alike, fingerprint
-from curvestep.smoothness.replay import Gradients, Replay
+from curvestep.smoothness.observer import Mark, ObservedStep, alike, fingerprint
+from curvestep.smoothness.replay import Gradients, Replay, relative_gap, share_turned
 from curvestep.smoothness.snapshot import restore_on_exit
 from curvestep.tensors.distributed import any_rank
-from curvestep.tensors.vectors import change, difference, dot, global_norm, precision
+from curvestep.tensors.vectors import difference, global_norm, precision
 
 _COMPILED = "_torchdynamo_orig_callable"  # an attribute of what torch.compile returns
 
@@ -33,97 +31,6 @@ class NonDeterministicError(RuntimeError):
 
 class UntrackedParametersError(NonDeterministicError):
     """The loss depends on trained tensors that the replay neither moves nor puts back."""
-
-
-@dataclass
-class SelfTest:
-    """A probe's test that its replays are training's passes again, and what it knows from it."""
-
-    # Relative difference of one gradient replayed twice; None until one was finite.
-    error: float | None = None
-    eps: float = 0.0  # relative precision of the coarsest dtype that the loss was computed in
-    calls: int = 0  # how often training had called the model before the tested step
-    # Whether a second test was passed: a ``zero_grad()`` that is missing does not show at the first step.
-    confirmed: bool = False
-
-    def is_due(self, seen: ObservedStep) -> bool:
-        """Whether too little was tested, or training called the model in another way than it did then."""
-        if not self.confirmed or seen.trained.calls != self.calls:
-            return True
-        return seen.state is not None and seen.state.modes_changed()
-
-    def replayed_gradient(self, replay: Replay, trained: Gradients, seen: ObservedStep) -> Gradients:
-        """The gradient of training's passes, where ``trained`` may be clipped or scaled, from one replay.
-
-        Each time it is compared with what training has: a stray pass may be taken for training's. Only the
-        first replays are searched for whatever else may be wrong.
-        """
-        if self.error is None:
-            return self.run(replay, trained, seen, clipped=True)
-        seen.replayed = ForwardCalls()
-        replay.keep_home()  # a closure that moves the parameters is undone
-        gradients = replay.gradient().gradients
-        self.eps = max(self.eps, seen.eps, precision(replay.parameters))
-        tolerance = self.eps**0.5
-        differs = any_rank(_turned(gradients, trained) > tolerance, replay.model)
-        if differs and not _clipped_by_value(gradients, trained, tolerance):
-            raise RuntimeError(
-                "`.grad` does not belong to the recorded losses. Give "
-                "`probe.record` every loss that is run backward, all of it, and each once; and begin "
-                "every step with `zero_grad()`."
-            )
-        recorded = any(part.calls.calls for part in seen.passes)
-        if seen.replayed.calls and not recorded:
-            # A stray pass is among training's calls, but neither among the replays nor recorded.
-            seen.trained.size = seen.replayed.size
-        self.confirmed = True
-        self.calls = seen.trained.calls
-        return gradients
-
-    def confirms(self, replay: Replay, trained: Gradients, seen: ObservedStep) -> bool:
-        """Whether a replay gives the gradient of training again, at a step like the one that was tested.
-
-        Without a whole gradient more in memory; if it does not, :meth:`run` says why.
-        """
-        if self.error is None or seen.trained.calls != self.calls:
-            return False
-        gap = global_norm(replay.change(trained).parts).item() / _size(trained)
-        agrees = not any_rank(not gap <= self.eps**0.5, replay.model)
-        self.confirmed |= agrees
-        return agrees
-
-    def run(
-        self, replay: Replay, trained: Gradients | None, seen: ObservedStep, *, clipped: bool = False
-    ) -> Gradients:
-        """Test ``replay``, whose gradient is returned; a gradient that is not finite tests nothing.
-
-        A later step that called the model in another way may have run another number of micro-batches, or a
-        stray pass may have been taken for training's.
-        """
-        seen.replayed = ForwardCalls()
-        try:
-            error, gradients, eps = check_determinism(replay, trained, seen, clipped=clipped)
-        except NonDeterministicError as reason:
-            if self.error is None:
-                raise
-            if seen.trained.calls == self.calls:
-                raise RuntimeError(str(reason)) from reason
-            raise RuntimeError(
-                "the replay does not give the gradient in `.grad`. The model was called "
-                f"{seen.trained.calls} times since the last step, {self.calls} before the tested one. "
-                "Call the model under `torch.no_grad()` for anything but training. Or call "
-                "`probe.snapshot()` just before the loss is computed."
-            ) from reason
-        if math.isfinite(error):
-            recorded = any(part.calls.calls for part in seen.passes)
-            if self.error is not None and seen.replayed.calls and not recorded:
-                seen.trained.size = seen.replayed.size / 2  # of two replays
-            self.confirmed = self.error is not None
-            if self.error is None:
-                self.error = error
-            self.calls = seen.trained.calls
-            self.eps = eps
-        return gradients
 
 
 def check_determinism(
@@ -144,34 +51,14 @@ def check_determinism(
     tolerance = eps**0.5
     gap = 0.0
     if trained is not None:
-        gap = _turned(first, trained) if clipped else _relative_gap(first, trained, of=first)
+        gap = share_turned(first, trained) if clipped else relative_gap(trained, first)
         if not clipped and not any_rank(gap != 0, replay.model):
             first = trained  # as it should be: one gradient less to hold
     error = check_repeatable(replay, first, tolerance=tolerance)
     differs = any_rank(gap > tolerance, replay.model) and not math.isnan(error)
-    if trained is not None and differs and not (clipped and _clipped_by_value(first, trained, tolerance)):
+    if trained is not None and differs and not (clipped and clipped_by_value(first, trained, tolerance)):
         raise NonDeterministicError(_why_not_training(replay, first, trained, gap, tolerance, seen))
     return error, first, eps  # an error that is not finite: nothing to compare
-
-
-def _size(gradients: Gradients) -> float:
-    """The norm to compare with, 1 where it is zero."""
-    return global_norm(gradients).item() or 1.0
-
-
-def _relative_gap(one: Gradients, two: Gradients, *, of: Gradients) -> float:
-    """Norm of the difference of two gradients, over that ``of`` one."""
-    changes = [change(a, b) for a, b in zip(one, two, strict=True)]
-    return global_norm(changes).item() / _size(of)
-
-
-def _turned(gradients: Gradients, trained: Gradients) -> float:
-    """Share of ``trained`` that no factor on each parameter's gradient explains."""
-    changes: list[Tensor | None] = []
-    for gradient, handed in zip(gradients, trained, strict=True):
-        factor = dot([handed], [gradient]) / (dot([gradient], [gradient]) or 1.0)
-        changes.append(change(None if gradient is None else gradient * factor, handed))
-    return global_norm(changes).item() / _size(trained)
 
 
 def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> float:
@@ -186,7 +73,7 @@ def check_repeatable(replay: Replay, first: Gradients, *, tolerance: float) -> f
     changed = [tensor for (tensor, old), (_, new) in pairs if new != old]  # through ``.data``
     check_nothing_large_changed(replay, next(iter(changed), None))
     apart = difference(again, first, overwrite=True)
-    error = global_norm(apart).item() / _size(first)
+    error = global_norm(apart).item() / (global_norm(first).item() or 1.0)
     if math.isnan(error):
         return math.nan
     if any_rank(error > tolerance, replay.model):
@@ -249,16 +136,16 @@ def _why_not_training(
     seen: ObservedStep,
 ) -> str:
     what = f"The closure's gradient is not the one in `.grad` (they differ by {gap:.1%}): "
-    scale = global_norm(trained).item() / _size(replayed)
-    scaled = each(lambda gradient: gradient * scale, replayed)
-    if _relative_gap(scaled, trained, of=trained) <= 10 * tolerance:
+    scale = global_norm(trained).item() / (global_norm(replayed).item() or 1.0)
+    scaled = [None if gradient is None else gradient * scale for gradient in replayed]
+    if relative_gap(scaled, trained) <= 10 * tolerance:
         return what + (
             f"it is {scale:.4g} times the closure's. The gradient was clipped or scaled before the block. "
             "Clip inside the block. With a GradScaler call `scaler.unscale_(optimizer)` before it. Divide "
             "an accumulated loss by the number of micro-batches in the closure too. Or let "
             "`probe.watch(optimizer)` measure, which allows for both."
         )
-    if _clipped_by_value(replayed, trained, tolerance):
+    if clipped_by_value(replayed, trained, tolerance):
         return what + "it was clipped by value before the block. Clip inside the block."
     there = seen.trained.inputs
     again = seen.replayed.inputs
@@ -288,11 +175,12 @@ def _why_not_training(
     )
 
 
-def _clipped_by_value(gradients: Gradients, trained: Gradients, tolerance: float) -> bool:
+def clipped_by_value(gradients: Gradients, trained: Gradients, tolerance: float) -> bool:
+    """Whether ``trained`` is the gradient with each entry clipped to a bound."""
     values = [t.to_dense() for t in trained if t is not None and t.numel()]
     bound = max((v.abs().max().item() for v in values), default=0.0)
-    clipped = each(lambda g: g.to_dense().clamp(-bound, bound), gradients)
-    return _relative_gap(clipped, trained, of=trained) <= 10 * tolerance
+    clipped = [None if g is None else g.to_dense().clamp(-bound, bound) for g in gradients]
+    return relative_gap(clipped, trained) <= 10 * tolerance
 
 
 class Call(NamedTuple):

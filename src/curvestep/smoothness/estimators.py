@@ -62,9 +62,11 @@ def segment_smoothness(
         4.0
     """
     fractions = check_fractions(fractions)
-    x, ends = listed(start), listed(end)
+    x = listed(start)
+    ends = listed(end)
     d = _step(x, ends)
-    here, length = listed(gradient(start)), global_norm(d)
+    here = listed(gradient(start))
+    length = global_norm(d)
     secants = []
     for fraction in fractions:
         inner = ends if fraction == 1 else _moved(x, d, fraction)
@@ -112,7 +114,9 @@ def critical_lr(
         there = shaped_like(start, _moved(x, d, multiple))
         return not float(loss(there)) <= here  # a loss that is not finite has risen
 
-    low, high, multiple = 0.0, math.inf, 1.0
+    low = 0.0
+    high = math.inf
+    multiple = 1.0
     for _ in range(num_passes - 1):
         if rises(multiple):
             high = multiple
@@ -218,9 +222,9 @@ def spectral_smoothness(
     def product(v: np.ndarray) -> np.ndarray:
         direction = shaped_like(point, _unflattened(v, x))
         full = listed(hessian_product(gradient, point, direction, eps=eps))
-        return np.concatenate(list(map(_flattened, full, x)))
+        return np.concatenate([_flattened(part, p) for part, p in zip(full, x, strict=True)])
 
-    size = sum(map(torch.numel, x))
+    size = sum(p.numel() for p in x)
     return _largest_eigenvalue(product, size, tol=tol, max_products=max_products)
 
 
@@ -240,7 +244,8 @@ def central_difference(gradient: Gradient, point: Point, direction: Point, *, le
         \nabla^2 f(x)\, d \approx \frac{\nabla f(x + t d) - \nabla f(x - t d)}{2t},
             \qquad \lVert t d \rVert = \text{length}
     """
-    x, d = listed(point), listed(direction)
+    x = listed(point)
+    d = listed(direction)
     t = check_positive("length", length) / global_norm(d).item()
     ahead = _moved_gradient(gradient, point, x, d, t)
     change = difference(ahead, _moved_gradient(gradient, point, x, d, -t))
@@ -318,10 +323,11 @@ def _largest_eigenvalue(
     found = False
     with suppress(_Stopped, ArpackError):
         if size < 3:  # too small for ARPACK: the whole matrix
-            matrix = np.stack(list(map(counted, np.eye(size))))
+            matrix = np.stack([counted(v) for v in np.eye(size)])
             values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
             v = vectors[:, np.argmax(np.abs(values))]
-            longest, found = (np.inf, v, matrix @ v), True
+            longest = (np.inf, v, matrix @ v)
+            found = True
         else:
             start = np.random.default_rng(0).standard_normal(size)
             # eigsh hands over unit vectors, but only nearly: the operator is linear in them.
@@ -329,7 +335,8 @@ def _largest_eigenvalue(
             operator = make((size, size), matvec=lambda v: counted(v) * np.linalg.norm(v), dtype=np.float64)
             _, vectors = eigsh(operator, k=1, which="LM", v0=start, tol=tol)  # pyright: ignore[reportArgumentType] (scipy-stubs: int)
             v = vectors[:, 0]
-            image, seen = counted(v), longest[0]
+            image = counted(v)
+            seen = longest[0]
             found = bool(abs(v @ image) >= (1 - tol) * seen)
             if found:
                 longest = (seen, v, image)

@@ -45,12 +45,6 @@ class Segment:
     layers: Mapping[str, Row]  # norms of gradient and step in each group
     geometry: Geometry  # the optimizer's metric
 
-    def metric(self, parameters: Sequence[Tensor]) -> list[ChangeInMetric]:
-        """A measure of the gradient's change in the optimizer's metric; none in the plain one."""
-        if self.geometry.is_euclidean:
-            return []
-        return [ChangeInMetric(self.geometry, parameters, self.start.point)]
-
 
 @dataclass(frozen=True)
 class Secant:
@@ -132,7 +126,9 @@ def along_step(segment: Segment, replay: Replay, fractions: Sequence[float]) -> 
     """
     secants: dict[float, Secant] = {}
     along = SlopeAlong(replay.parameters, segment.start.point)
-    metric = segment.metric(replay.parameters)
+    metric: list[ChangeInMetric] = []
+    if not segment.geometry.is_euclidean:
+        metric.append(ChangeInMetric(segment.geometry, replay.parameters, segment.start.point))
     for fraction in replay.along(segment.start.point, fractions):
         visitors: list[Visitor] = []
         if fraction == 1.0:  # later the start is overwritten

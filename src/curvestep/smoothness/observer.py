@@ -367,7 +367,8 @@ class StepObserver:
         if coefficient is None:
             return part
         edges = [optimizer.clip_edge() for optimizer in self.optimizers if isinstance(optimizer, HasEdge)]
-        max_norm, edge = edges[0] if edges else (math.nan, 1.0)
+        edges.append((math.nan, 1.0))  # where none says
+        max_norm, edge = edges[0]
         part["clipped"] = bool(is_clipped(coefficient, edge=edge))
         if edge < 1 and math.isfinite(max_norm):  # a smooth rule: the coefficient does not tell it
             part["max_norm"] = max_norm

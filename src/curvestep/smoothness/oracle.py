@@ -64,7 +64,9 @@ class GradientOracle:
         self.eps = 0.0  # relative precision of the coarsest dtype that its losses were computed in
         if not self.batches:
             raise ValueError("`batches` must hold at least one batch, got none.")
-        self.sizes = list(map(batch_length, self.batches) if sizes is None else sizes)
+        if sizes is None:
+            sizes = [batch_length(batch) for batch in self.batches]
+        self.sizes = list(sizes)
         if len(self.sizes) != len(self.batches):
             raise ValueError(
                 f"`sizes` must be {len(self.batches)} numbers, one a batch, got {len(self.sizes)}."
@@ -74,7 +76,9 @@ class GradientOracle:
 
     def __call__(self) -> Tensor:
         """Run all batches backward; the mean loss."""
-        total, state, mean = sum(self.sizes), None, torch.zeros(())
+        total = sum(self.sizes)
+        state = None
+        mean = torch.zeros(())
         for batch, size in zip(self.batches, self.sizes, strict=True):
             if self.carry_state:
                 loss, state = self.loss_of_batch(batch, state)
@@ -111,8 +115,8 @@ class BatchReplay(Replay):
         super().__init__(model, lambda: None)  # each pass sets the closure of its batch
         self._loss_of_batch = loss_of_batch
         self._needs_graph = False  # a loss that differentiates inside fails without
-        self._known = set(map(id, model.parameters()))
-        self._is_sharded = any(map(is_sharded, self.parameters))  # computes with tensors of its own
+        self._known = {id(p) for p in model.parameters()}
+        self._is_sharded = any(is_sharded(p) for p in self.parameters)  # computes with tensors of its own
         self._outside: list[tuple[Tensor, Tensor | None]] = []
         self.num_gradients = 0  # computed so far
         self.keep_home()
@@ -136,7 +140,7 @@ class BatchReplay(Replay):
 
     def losses_of(self, batches: Sequence[object]) -> np.ndarray:
         """Losses where the parameters are, by forward passes if the loss allows it."""
-        return np.array(list(map(self._loss_of, batches)))
+        return np.array([self._loss_of(batch) for batch in batches])
 
     def _loss_of(self, batch: object) -> float:
         self._look_at(batch)

@@ -126,6 +126,8 @@ class SmoothnessProbe:
         self.parameters = replay.parameters
         self.oracle = check_oracle(oracle)
         self._settings = Settings(
+            model=model,
+            parameters=replay.parameters,
             replay=replay,
             fractions=fractions,
             estimators=check_estimators(estimators),

@@ -16,7 +16,12 @@ from dataclasses import dataclass, field
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvestep.smoothness.determinism import SelfTest, untracked_error
+from curvestep.smoothness.determinism import (
+    NonDeterministicError,
+    check_determinism,
+    clipped_by_value,
+    untracked_error,
+)
 from curvestep.smoothness.geometry import geometry_of
 from curvestep.smoothness.measurement import (
     PARTS_AT_START,
@@ -27,7 +32,13 @@ from curvestep.smoothness.measurement import (
     norms_part,
     summary_part,
 )
-from curvestep.smoothness.observer import ObservedStep, StepObserver, TrainingLoss, trains_any
+from curvestep.smoothness.observer import (
+    ForwardCalls,
+    ObservedStep,
+    StepObserver,
+    TrainingLoss,
+    trains_any,
+)
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.replay import (
     Closure,
@@ -35,6 +46,7 @@ from curvestep.smoothness.replay import (
     Replay,
     gradients_of,
     is_empty,
+    share_turned,
     trainable_parameters,
 )
 from curvestep.smoothness.schedule import FOLLOWED_ROWS, short_fractions
@@ -53,22 +65,14 @@ def no_closure() -> float:
 class Settings:
     """What one probe measures, and on what."""
 
+    model: nn.Module
+    parameters: list[nn.Parameter]  # what training moves
     replay: Replay  # of the model; a step gives it the closure
     fractions: tuple[float, ...] | None  # of a step; None: two short ones that follow the run, and the whole
     estimators: Mapping[str, int]  # their periods, in measurements
     oracle: GradientOracle | None
     backward: Callable[[Tensor], object] | None
     groups: Mapping[str, Sequence[int]]  # layers: indices of their parameters; empty if not asked for
-
-    @property
-    def model(self) -> nn.Module:
-        """The module that is measured."""
-        return self.replay.model
-
-    @property
-    def parameters(self) -> list[nn.Parameter]:
-        """What training moves."""
-        return self.replay.parameters
 
     @property
     def facts(self) -> Row:
@@ -82,6 +86,97 @@ class Settings:
             "fractions": self.fractions,
             "estimators": dict(self.estimators),
         }
+
+
+@dataclass
+class SelfTest:
+    """A probe's test that its replays are training's passes again, and what it knows from it."""
+
+    # Relative difference of one gradient replayed twice; None until one was finite.
+    error: float | None = None
+    eps: float = 0.0  # relative precision of the coarsest dtype that the loss was computed in
+    calls: int = 0  # how often training had called the model before the tested step
+    # Whether a second test was passed: a ``zero_grad()`` that is missing does not show at the first step.
+    confirmed: bool = False
+
+    def is_due(self, seen: ObservedStep) -> bool:
+        """Whether too little was tested, or training called the model in another way than it did then."""
+        if not self.confirmed or seen.trained.calls != self.calls:
+            return True
+        return seen.state is not None and seen.state.modes_changed()
+
+    def replayed_gradient(self, replay: Replay, trained: Gradients, seen: ObservedStep) -> Gradients:
+        """The gradient of training's passes, where ``trained`` may be clipped or scaled, from one replay.
+
+        Each time it is compared with what training has: a stray pass may be taken for training's. Only the
+        first replays are searched for whatever else may be wrong.
+        """
+        if self.error is None:
+            return self.run(replay, trained, seen, clipped=True)
+        seen.replayed = ForwardCalls()
+        replay.keep_home()  # a closure that moves the parameters is undone
+        gradients = replay.gradient().gradients
+        self.eps = max(self.eps, seen.eps, precision(replay.parameters))
+        tolerance = self.eps**0.5
+        differs = any_rank(share_turned(gradients, trained) > tolerance, replay.model)
+        if differs and not clipped_by_value(gradients, trained, tolerance):
+            raise RuntimeError(
+                "`.grad` does not belong to the recorded losses. Give "
+                "`probe.record` every loss that is run backward, all of it, and each once; and begin "
+                "every step with `zero_grad()`."
+            )
+        recorded = any(part.calls.calls for part in seen.passes)
+        if seen.replayed.calls and not recorded:
+            # A stray pass is among training's calls, but neither among the replays nor recorded.
+            seen.trained.size = seen.replayed.size
+        self.confirmed = True
+        self.calls = seen.trained.calls
+        return gradients
+
+    def confirms(self, replay: Replay, trained: Gradients, seen: ObservedStep) -> bool:
+        """Whether a replay gives the gradient of training again, at a step like the one that was tested.
+
+        Without a whole gradient more in memory; if it does not, :meth:`run` says why.
+        """
+        if self.error is None or seen.trained.calls != self.calls:
+            return False
+        gap = global_norm(replay.change(trained).parts).item() / (global_norm(trained).item() or 1.0)
+        agrees = not any_rank(not gap <= self.eps**0.5, replay.model)
+        self.confirmed |= agrees
+        return agrees
+
+    def run(
+        self, replay: Replay, trained: Gradients | None, seen: ObservedStep, *, clipped: bool = False
+    ) -> Gradients:
+        """Test ``replay``, whose gradient is returned; a gradient that is not finite tests nothing.
+
+        A later step that called the model in another way may have run another number of micro-batches, or a
+        stray pass may have been taken for training's.
+        """
+        seen.replayed = ForwardCalls()
+        try:
+            error, gradients, eps = check_determinism(replay, trained, seen, clipped=clipped)
+        except NonDeterministicError as reason:
+            if self.error is None:
+                raise
+            if seen.trained.calls == self.calls:
+                raise RuntimeError(str(reason)) from reason
+            raise RuntimeError(
+                "the replay does not give the gradient in `.grad`. The model was called "
+                f"{seen.trained.calls} times since the last step, {self.calls} before the tested one. "
+                "Call the model under `torch.no_grad()` for anything but training. Or call "
+                "`probe.snapshot()` just before the loss is computed."
+            ) from reason
+        if math.isfinite(error):
+            recorded = any(part.calls.calls for part in seen.passes)
+            if self.error is not None and seen.replayed.calls and not recorded:
+                seen.trained.size = seen.replayed.size / 2  # of two replays
+            self.confirmed = self.error is not None
+            if self.error is None:
+                self.error = error
+            self.calls = seen.trained.calls
+            self.eps = eps
+        return gradients
 
 
 @dataclass
@@ -175,8 +270,12 @@ class ProbedStep:
         steps.stop()
         if start is None:
             return
-        self._check_inputs(steps.optimizers)
-        eps = self._precision()
+        if self._seen.inputs:
+            self._check_inputs(steps.optimizers)
+        # An oracle's passes may have another precision than training's.
+        oracle = settings.oracle
+        computed_in = max(self._seen.eps, self._memory.test.eps) if oracle is None else oracle.eps
+        eps = max(precision(settings.parameters), computed_in)
         row = self._row
         if row["batch_size"] is None and self._seen.trained.calls:
             row["batch_size"] = round(over_ranks(self._seen.trained.size, settings.model, mean=False))
@@ -295,15 +394,6 @@ class ProbedStep:
 
         replay.closure = priced if counted else closure
         return replay
-
-    def _precision(self) -> float:
-        """The coarsest relative precision of parameters and passes."""
-        oracle = self._settings.oracle
-        if oracle is None:
-            computed_in = max(self._seen.eps, self._memory.test.eps)
-        else:  # its passes may have another precision than training's
-            computed_in = oracle.eps
-        return max(precision(self._settings.parameters), computed_in)
 
     def _estimates(self, segment: Segment, replay: Replay) -> Iterator[Row]:
         """The parts of the row that are due, one by one: what comes before a failure is kept."""

@@ -31,7 +31,7 @@ from curvestep.tensors.distributed import (
     local,
     spans_ranks,
 )
-from curvestep.tensors.vectors import PIECE, change, difference, global_norm
+from curvestep.tensors.vectors import PIECE, change, difference, dot, global_norm
 
 Gradients = Sequence["Tensor | None"]
 Closure = Callable[[], object]  # computes a loss; what it returns is checked
@@ -490,3 +490,18 @@ def _pairs(one: Tensor, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     if not (one.is_contiguous() and other.is_contiguous()):
         return iter([(one, other)])
     return zip(one.view(-1).split(PIECE), other.view(-1).split(PIECE), strict=True)
+
+
+def relative_gap(one: Gradients, two: Gradients) -> float:
+    """Norm of the difference of two gradients over that of the second, or over 1 where that is zero."""
+    changes = [change(a, b) for a, b in zip(one, two, strict=True)]
+    return global_norm(changes).item() / (global_norm(two).item() or 1.0)
+
+
+def share_turned(gradients: Gradients, trained: Gradients) -> float:
+    """Share of ``trained`` that no factor on each parameter's gradient explains."""
+    scaled: list[Tensor | None] = []
+    for gradient, handed in zip(gradients, trained, strict=True):
+        factor = dot([handed], [gradient]) / (dot([gradient], [gradient]) or 1.0)
+        scaled.append(None if gradient is None else gradient * factor)
+    return relative_gap(scaled, trained)

@@ -48,9 +48,10 @@ class RandomState:
     def capture(cls) -> RandomState:
         """The states now."""
         states = None
-        if _is_accelerator_in_use():
+        if torch.accelerator.is_available():  # torch 2.6 raises if asked which one it is
             device = _accelerator_module()
-            states = getattr(device, "get_rng_state_all", device.get_rng_state)()
+            if getattr(device, "is_initialized", lambda: True)():  # else it is not in use
+                states = getattr(device, "get_rng_state_all", device.get_rng_state)()
         return cls(torch.get_rng_state(), states, random.getstate(), _NumpyState.capture())
 
     def restore(self) -> None:
@@ -80,7 +81,8 @@ class _NumpyState:
             return np.random.get_state(legacy=False)
         words = ctypes.string_at(generator.ctypes.state_address, _MERSENNE_BYTES)
         if words != cls._words or cls._state["has_gauss"]:
-            cls._words, cls._state = words, np.random.get_state(legacy=False)
+            cls._words = words
+            cls._state = np.random.get_state(legacy=False)
         return cls._state
 
 
@@ -135,12 +137,9 @@ class PassState:
         owned = [(module, _state_of(module)) for module in modules]
         inside = _inside([own for _, own in owned])
         containers = [value for value in inside if type(value) in _CONTAINERS]
-        tensors = list(filter(_may_change_in_place, inside))
-        frozen = _frozen_parameters(model)
-        followers = _followers(model, frozen)
-        copied = {id(p) for p in followers}
-        self._large = [t for t in tensors if t.numel() > PIECE]
-        self._large += [p for p in frozen if id(p) not in copied]
+        tensors = [value for value in inside if _may_change_in_place(value)]
+        followers, others = _frozen_parameters(model)
+        self._large = [t for t in tensors if t.numel() > PIECE] + others
         self.frozen = [FrozenParameter.keep(p) for p in followers]
         self._marks = [_mark(t) for t in self._large]
         self._modes = [(module, module.training) for module in modules]
@@ -153,7 +152,7 @@ class PassState:
             # A copy of a larger tensor would cost memory that nobody expects.
             *(partial(_set_values, t, t._version, t.detach().clone()) for t in tensors if t.numel() <= PIECE),
             *(partial(_refill, container, copy.copy(container)) for container in containers),
-            *map(_rewinder, filter(_is_generator, inside)),
+            *(_rewinder(value) for value in inside if _is_generator(value)),
             RandomState.capture().restore,
         ]
 
@@ -180,21 +179,24 @@ class PassState:
                 undo()
 
 
-def _frozen_parameters(model: nn.Module) -> Sequence[Tensor]:
-    """Parameters that need no gradient; with FSDP2 those that are whole at the moment will not stay."""
+def _frozen_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
+    """Parameters that need no gradient: those that a pass may well change, and others.
+
+    A pass may well change small ones, and those shaped like a trained one, such as a momentum encoder's.
+    """
     frozen = [p for p in model.parameters() if not p.requires_grad]
-    if frozen and any(isinstance(module, FSDPModule) for module in model.modules()):
-        return [p for p in frozen if is_sharded(p)]
-    return frozen
-
-
-def _followers(model: nn.Module, frozen: Sequence[Tensor]) -> list[Tensor]:
-    """Frozen parameters that a pass may well change: small ones, and those shaped like a trained one."""
-    if not frozen:
-        return []
+    if any(isinstance(module, FSDPModule) for module in model.modules()):
+        frozen = [p for p in frozen if is_sharded(p)]  # those that are whole at the moment will not stay
     trained_shapes = {p.shape for p in model.parameters() if p.requires_grad}
-    plain = [p for p in frozen if _is_plain(p) or is_sharded(p)]
-    return [p for p in plain if not p.is_meta and (p.numel() <= PIECE or p.shape in trained_shapes)]
+    followers: list[Tensor] = []
+    others: list[Tensor] = []
+    for p in frozen:
+        is_readable = (_is_plain(p) or is_sharded(p)) and not p.is_meta
+        if is_readable and (p.numel() <= PIECE or p.shape in trained_shapes):
+            followers.append(p)
+        else:
+            others.append(p)
+    return followers, others
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
@@ -345,9 +347,3 @@ def _may_change_in_place(value: object) -> TypeGuard[Tensor]:
 def _accelerator_module() -> Any:
     """``torch.cuda``, ``torch.mps`` and the like."""
     return torch.get_device_module(torch.accelerator.current_accelerator())
-
-
-def _is_accelerator_in_use() -> bool:
-    if not torch.accelerator.is_available():  # torch 2.6 raises if asked which one it is
-        return False
-    return getattr(_accelerator_module(), "is_initialized", lambda: True)()
