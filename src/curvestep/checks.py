@@ -50,7 +50,7 @@ def check_count(name: str, value: int, *, least: int = 1) -> int:
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
     """``value`` if it is one of ``choices``."""
     if value not in choices:
-        listed = ", ".join(map(repr, choices))
+        listed = ", ".join(repr(choice) for choice in choices)
         raise ValueError(_message(name, value, f"one of {listed}"))
     return value
 

@@ -169,7 +169,8 @@ def load_row(line: bytes) -> tuple[Row, bool]:
     if not isinstance(row, dict):
         raise ValueError("it is no JSON object" if line.endswith(b"\n") else "the last write was cut short")
     line = line.rstrip(b"\r\n")
-    body, tail = line[:-_TAIL_LENGTH], line[-_TAIL_LENGTH:]
+    body = line[:-_TAIL_LENGTH]
+    tail = line[-_TAIL_LENGTH:]
     summed = tail.startswith(_TAIL)
     if summed and tail != _tail_of(body):
         raise ValueError(_DAMAGED)
@@ -395,7 +396,7 @@ def _to_strict(value: object) -> object:
     if isinstance(value, Mapping):
         return {str(key): _to_strict(v) for key, v in value.items()}
     if isinstance(value, (list, tuple)):
-        return list(map(_to_strict, value))
+        return [_to_strict(v) for v in value]
     if dataclasses.is_dataclass(value):
         shown = [item.name for item in dataclasses.fields(value) if item.repr]  # the result, not its source
         return {name: _to_strict(getattr(value, name)) for name in shown}
@@ -407,7 +408,7 @@ def _from_strict(value: object) -> object:
         for key, v in value.items():
             value[key] = _from_strict(v)
     elif isinstance(value, list):
-        return list(map(_from_strict, value))
+        return [_from_strict(v) for v in value]
     elif isinstance(value, str):
         return _FLOATS.get(value, value)
     return value

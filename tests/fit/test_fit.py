@@ -9,6 +9,7 @@ from scipy import stats
 from torch import nn
 
 import curvestep as cs
+from curvestep.fit import fit as fit_module, laws
 from curvestep.fit.correlation import correlations_of
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.frontier import quantile_lines
@@ -219,6 +220,17 @@ def test_growth_inside_steps_is_found_printed_and_counts_as_evidence():
     flat = fit_smoothness(make_trace(g, ell, **inside_steps(g, ell, elasticity=0.0)))
     assert not flat.grows  # whatever the control says
     assert not flat.within.missing
+
+
+def test_of_very_many_rows_evenly_spaced_ones_are_tested(monkeypatch):
+    g, ell = simulated(np.random.default_rng(0), num=200)
+    trace = make_trace(g, ell, **inside_steps(g, ell), loss=1.0)
+    monkeypatch.setattr(fit_module, "MOST_TESTED_ROWS", 100)
+    monkeypatch.setattr(laws, "MOST_TESTED_ROWS", 100)
+    fit = fit_smoothness(trace, control=False, law="best")
+    assert (fit.num_points, fit.within.num_rows) == (200, 100)
+    every_other = make_trace(g[::2], ell[::2], **inside_steps(g, ell, every=2))
+    assert fit.within == fit_smoothness(every_other, control=False).within
 
 
 def test_without_secants_the_fit_says_what_is_missing_and_the_control_decides():

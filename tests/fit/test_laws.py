@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from curvestep.fit.fit import fit_smoothness
-from curvestep.fit.laws import compare_laws
+from curvestep.fit.laws import _CONSTANT_SHARES, _Family, compare_laws
 from curvestep.fit.samples import usable_samples
 from tests.fit.traces import autoregression, make_trace
 
@@ -78,3 +78,33 @@ def test_fit_takes_a_law_and_refuses_what_it_cannot_fit():
         fit_smoothness(trace, control=False, law="loss", loss_floor=100.0)
     with pytest.raises(ValueError, match="`law`"):
         fit_smoothness(trace, law="cubic")
+
+
+def test_laws_of_too_few_rows_with_curvature_are_refused():
+    g, ell, loss = rows(np.random.default_rng(0), "affine")
+    trace = make_trace(g, np.where(np.arange(len(g)) < 9, ell, 0.0), loss=loss)
+    with pytest.raises(ValueError, match="got 9"):
+        fit_smoothness(trace, control=False, law="best")
+
+
+def slow_errors(log_x, log_ell, exponents, shares):
+    """Mean square errors of held-out blocks, each block fitted by hand from the others."""
+    errors = []
+    for block in np.array_split(np.arange(len(log_x)), 10):
+        others = np.delete(np.arange(len(log_x)), block)
+        fits = []
+        for share in shares:
+            for exponent in exponents:
+                powers = np.exp(exponent * log_x)
+                left = log_ell - np.log(share + (1 - share) * powers / powers.mean())
+                fits.append((left[others].var(), np.mean((left[block] - left[others].mean()) ** 2)))
+        errors.append(min(fits)[1])
+    return np.array(errors)
+
+
+def test_errors_on_held_out_blocks_agree_with_a_slow_twin():
+    g, ell, _ = rows(np.random.default_rng(0), "square", num=57)
+    exponents = np.array([0.5, 1.0, 2.0, 3.0])
+    fast = _Family(np.log(g), np.log(ell), exponents)
+    slow = slow_errors(np.log(g), np.log(ell), exponents, _CONSTANT_SHARES)
+    np.testing.assert_allclose(fast.errors, slow, rtol=1e-9)

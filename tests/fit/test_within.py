@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy import stats
 
+from curvestep.fit import within
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.within import BLOCK, LEAST_ROWS, MOST_KAPPA, Within, mean_norms, within_steps
 from curvestep.trace.trace import Trace
@@ -229,6 +230,14 @@ def test_one_wild_row_moves_the_elasticity_little():
     wild = rows["secants"].copy()
     wild[5, 1:] *= 50.0
     assert within_steps(**(rows | {"secants": wild})).elasticity == pytest.approx(1, abs=0.2)
+
+
+@pytest.mark.parametrize("at_once", [1, 150, 10**6])
+def test_shuffles_in_pieces_add_up_to_all_of_them(at_once, monkeypatch):
+    rows = drifting(np.random.default_rng(0))
+    whole = within_steps(**rows)
+    monkeypatch.setattr(within, "ROWS_AT_ONCE", at_once)
+    assert within_steps(**rows).zero == pytest.approx(whole.zero, rel=1e-12)
 
 
 def test_same_rows_give_the_same_answer():

@@ -54,7 +54,7 @@ def quadratic_run(rng, *, curvature, lr, max_norm=np.inf, steps=300, noise=0.3, 
     return np.array(rows).T
 
 
-def inside_steps(g, ell, *, elasticity=0.8, kappa=0.3):
+def inside_steps(g, ell, *, elasticity=0.8, kappa=0.3, every=1):
     """Columns of steps that shorten the gradient by ``kappa`` at most, inside which smoothness grows as told.
 
     No two steps are alike, and none overshoots: the within-step test compares them with each other.
@@ -63,8 +63,8 @@ def inside_steps(g, ell, *, elasticity=0.8, kappa=0.3):
     half, full = 1 - kappa / 2, 1 - kappa
     ratio = ((1 + 2 * half + full) / 4 / ((1 + half) / 2)) ** elasticity
     return {
-        "kappa": kappa,
-        "secants": np.column_stack([ell / ratio, ell]).tolist(),
-        "grad_norms": np.column_stack([g * half, g * full]).tolist(),
+        "kappa": kappa[::every],
+        "secants": np.column_stack([ell / ratio, ell])[::every].tolist(),
+        "grad_norms": np.column_stack([g * half, g * full])[::every].tolist(),
         "header": {"fractions": [0.5, 1.0], "dtype": "float64"},
     }

@@ -61,7 +61,7 @@ class Advice:
 
     def _repr_html_(self) -> str:
         table = [(note.kind, note.text) for note in self.reasons]
-        return html_table(self.verdict, table, tuple(map(str, self.warnings)))
+        return html_table(self.verdict, table, [str(warning) for warning in self.warnings])
 
 
 Source = Trace | HasTrace | str | Path

@@ -15,7 +15,6 @@ by a constant Hessian; what it shares with it may be.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from scipy.optimize import root_scalar
@@ -23,7 +22,8 @@ from scipy.optimize import root_scalar
 from curvestep.fit.correlation import slope, spearman
 from curvestep.fit.frontier import quantile_lines
 from curvestep.fit.intervals import Interval
-from curvestep.fit.samples import MOST_ROWS, Samples, evenly_spaced
+from curvestep.fit.samples import MOST_ROWS, Samples, evenly_spaced, steps_between
+from curvestep.trace.history import typical
 from curvestep.trace.schema import LEAST_ROWS
 
 _DIMENSION = 32  # eigenvalues, evenly spaced on a logarithmic scale
@@ -54,32 +54,39 @@ def control_of(
     known = np.isfinite(samples.step_norm) & (samples.step_norm > 0)
     if known.sum() < LEAST_ROWS or samples.smoothness[known].max() == 0:
         return None
-    samples = samples.rows(known)
-    kept = samples.rows(evenly_spaced(len(samples), most=MOST_ROWS // _SHORTER))
+    places = np.flatnonzero(known)
+    kept = samples.rows(places[evenly_spaced(len(places), most=MOST_ROWS // _SHORTER)])
     run = _Run(
         grad_norm=kept.grad_norm,
         smoothness=kept.smoothness,
         step_size=np.where(kept.clipped & np.isfinite(kept.lr), kept.lr, kept.step_size),
         step_cap=np.where(kept.clipped, kept.step_norm, np.inf),
-        stride=max(1, min(samples.stride, MOST_ROWS // len(kept))),
+        stride=max(1, min(steps_between(samples.step[places]), MOST_ROWS // len(kept))),
     )
     quadratics = _Quadratics.like(run, rng)
-    noise = samples.noise[np.isfinite(samples.noise)]
-    level_of_noise = (
-        np.full(_REPLICATES, np.median(noise)) if len(noise) else quadratics.noise_level(run, rng)
+    noise = typical(samples.noise[places])
+    if np.isnan(noise):  # it was not measured
+        noise_level = quadratics.noise_level(run, rng)
+    else:
+        noise_level = np.full(_REPLICATES, noise)
+    g, ell = quadratics.descend(run, noise=noise_level, rng=rng)
+    ranks = spearman(g, ell)
+    exponents = slope(np.log(g), np.log(ell))
+    slopes = quantile_lines(g, ell, quantile=quantile)[:, 1]
+    return Control(
+        spearman=float(np.median(ranks)),
+        spearman_interval=_middle(ranks, level),
+        exponent=float(np.median(exponents)),
+        exponent_interval=_middle(exponents, level),
+        L1=float(np.median(slopes)),
+        L1_interval=_middle(slopes, level),
     )
-    g, ell = quadratics.descend(run, noise=level_of_noise, rng=rng)
-    log_g, log_ell = np.log(g), np.log(ell)
-    shown = {
-        "spearman": spearman(g, ell),
-        "exponent": slope(log_g, log_ell),
-        "L1": quantile_lines(g, ell, quantile=quantile)[:, 1],
-    }
-    statistics: dict[str, Any] = {name: float(np.median(values)) for name, values in shown.items()}
-    for name, values in shown.items():
-        low, high = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
-        statistics[f"{name}_interval"] = float(low), float(high)
-    return Control(**statistics)
+
+
+def _middle(values: np.ndarray, level: float) -> Interval:
+    """The interval that holds this share of the values."""
+    low, high = np.quantile(values, [0.5 - level / 2, 0.5 + level / 2])
+    return float(low), float(high)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,7 +115,8 @@ class _Quadratics:
         The spectrum is not known from the run: the estimates bound it from inside. So each quadratic draws
         its own ends, up to three times beyond what was seen, and its own first gradient.
         """
-        low, high = float(run.smoothness.min()), float(run.smoothness.max())
+        low = float(run.smoothness.min())
+        high = float(run.smoothness.max())
         tops = high * np.exp(rng.uniform(0.0, np.log(3.0), _REPLICATES))
         plain = run.step_size[np.isinf(run.step_cap)]
         if len(plain):
@@ -129,12 +137,14 @@ class _Quadratics:
         half = len(run.grad_norm) // 2
         target = float(np.median(run.grad_norm[half:]))
         seed = int(rng.integers(2**31))
-        low, high = np.zeros(len(self.start)), np.full(len(self.start), target)
+        low = np.zeros(len(self.start))
+        high = np.full(len(self.start), target)
         for _ in range(6):
             noise = 0.5 * (low + high)
             grad_norm, _ = self.descend(run, noise=noise, rng=np.random.default_rng(seed))
             quiet = np.median(grad_norm[:, half:], axis=1) < target
-            low, high = np.where(quiet, noise, low), np.where(quiet, high, noise)
+            low = np.where(quiet, noise, low)
+            high = np.where(quiet, high, noise)
         return 0.5 * (low + high)
 
     def descend(

@@ -37,7 +37,10 @@ def correlations_of(
 ) -> Correlations:
     """Correlations of rows in the order of the steps; NaN with NaN intervals where a column is constant."""
     floor = smoothness[smoothness > 0].min(initial=np.inf)  # a smoothness of zero has no logarithm
-    x, y = np.log(grad_norm), np.log(np.maximum(smoothness, floor if np.isfinite(floor) else 1.0))
+    if not np.isfinite(floor):
+        floor = 1.0
+    x = np.log(grad_norm)
+    y = np.log(np.maximum(smoothness, floor))
     chosen = block_length(_influence(ranks(x), ranks(y)), _influence(x, y))
     settings = {
         "length": coverage_length(len(x), chosen),
@@ -74,7 +77,8 @@ def ranks(values: np.ndarray) -> np.ndarray:
 
 def correlation(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Pearson's correlation of each row of ``x`` with that of ``y``; NaN where one is constant."""
-    x, y = x - x.mean(axis=1, keepdims=True), y - y.mean(axis=1, keepdims=True)
+    x = x - x.mean(axis=1, keepdims=True)
+    y = y - y.mean(axis=1, keepdims=True)
     size = np.sqrt((x * x).sum(axis=1) * (y * y).sum(axis=1))
     # Rounding leaves a constant column with a spread of about eps: that is no correlation either.
     with np.errstate(invalid="ignore", divide="ignore"):
@@ -98,5 +102,6 @@ def _influence(x: np.ndarray, y: np.ndarray) -> np.ndarray:
     """Share of each row in a correlation: the series whose autocorrelation sets the block length."""
     if np.ptp(x) == 0 or np.ptp(y) == 0:
         return np.zeros(len(x))
-    x, y = (x - x.mean()) / x.std(), (y - y.mean()) / y.std()
+    x = (x - x.mean()) / x.std()
+    y = (y - y.mean()) / y.std()
     return x * y - (x * y).mean() / 2 * (x * x + y * y)

@@ -24,6 +24,7 @@ from curvestep.fit.frontier import envelope, frontier_points, least_L0, quantile
 from curvestep.fit.intervals import Interval, slope_interval
 from curvestep.fit.samples import (
     MOST_ROWS,
+    MOST_TESTED_ROWS,
     Samples,
     check_share,
     evenly_spaced,
@@ -140,7 +141,7 @@ class SmoothnessFit(Correlations):
         return f"<SmoothnessFit: L0 {self.L0:.4g}, L1 {self.L1:.4g}, {self.num_points} rows>"
 
     def _repr_html_(self) -> str:
-        return html_table(self._headline, self._table(), tuple(map(str, self.warnings)))
+        return html_table(self._headline, self._table(), [str(warning) for warning in self.warnings])
 
     def plot(self) -> Figure:
         """Smoothness against gradient norm with the line, and inside single steps; needs matplotlib."""
@@ -149,7 +150,9 @@ class SmoothnessFit(Correlations):
         return draw_charts(fit_charts(self))
 
     def _table(self) -> list[tuple[str, str, str]]:
-        span, control, within = words.span, self.control, self.within
+        span = words.span
+        control = self.control
+        within = self.within
         meaning = f"{self.quantile:.0%} line, {self.level:.0%} intervals"
         exponent = f"{span(self.exponent_interval)}  smoothness ~ ‖g‖^exponent"
         table = [
@@ -239,19 +242,21 @@ def fit_smoothness(
 
 def fit_samples(samples: Samples, *, quantile: float, level: float, control: bool) -> SmoothnessFit:
     """The fit of rows that were chosen already; arguments as of :func:`fit_smoothness`."""
-    g, ell = samples.grad_norm, samples.smoothness
+    g = samples.grad_norm
+    ell = samples.smoothness
     L0, L1 = quantile_line(g, ell, quantile=quantile)
     rng = np.random.default_rng(0)
     few = evenly_spaced(len(g), most=MOST_ROWS)
     correlations = correlations_of(g[few], ell[few], level=level, resamples=400, rng=rng)
+    inside = samples.rows(evenly_spaced(len(g), most=MOST_TESTED_ROWS))
     within = within_steps(
-        secants=samples.secants,
-        grad_norm=g,
-        grad_norms=samples.grad_norms,
-        fractions=samples.fractions,
-        kappa=samples.kappa,
-        eps=samples.eps,
-        cosine=samples.cosine,
+        secants=inside.secants,
+        grad_norm=inside.grad_norm,
+        grad_norms=inside.grad_norms,
+        fractions=inside.fractions,
+        kappa=inside.kappa,
+        eps=inside.eps,
+        cosine=inside.cosine,
         level=level,
     )
     return SmoothnessFit(

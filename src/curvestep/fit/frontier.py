@@ -24,13 +24,15 @@ def frontier_points(grad_norm: np.ndarray, smoothness: np.ndarray) -> np.ndarray
                [3., 5.]])
     """
     order = np.lexsort((-smoothness, grad_norm))
-    g, ell = grad_norm[order], smoothness[order]
+    g = grad_norm[order]
+    ell = smoothness[order]
     # A point below and to the right of another is never the maximum for any L1 >= 0.
     rises = np.append(True, ell[1:] > np.maximum.accumulate(ell)[:-1])
     hull: list[tuple[float, float]] = []
     for point in zip(g[rises].tolist(), ell[rises].tolist(), strict=True):
         while len(hull) > 1:
-            (x, y), (left, low) = hull[-1], hull[-2]
+            x, y = hull[-1]
+            left, low = hull[-2]
             if (x - left) * (point[1] - low) < (y - low) * (point[0] - left):
                 break  # the last corner lies above the line from the one before it to the new point
             hull.pop()
@@ -106,7 +108,8 @@ def quantile_lines(grad_norm: np.ndarray, smoothness: np.ndarray, *, quantile: f
         intercept = np.maximum(np.partition(residual, rank, axis=1)[:, rank], 0.0)
         size = smoothness + slope[:, None] * grad_norm
         steep = _prefers_steeper(residual - intercept[:, None], size, grad_norm, quantile)
-        low, high = np.where(steep, slope, low), np.where(steep, high, slope)
+        low = np.where(steep, slope, low)
+        high = np.where(steep, high, slope)
     slope = np.where(low > 0, 0.5 * (low + high), 0.0)
     residual = smoothness - slope[:, None] * grad_norm
     intercept = np.maximum(np.partition(residual, rank, axis=1)[:, rank], 0.0)

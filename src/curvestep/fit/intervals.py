@@ -145,17 +145,19 @@ def slope_interval(x: np.ndarray, y: np.ndarray, *, quantile: float, level: floa
         (True, True, True)
     """
     num = len(x)
-    signs, intercept = _signs(x, y, np.array([slope]), quantile)
-    signs, bound = signs[0], bool(intercept[0] <= 1e-9 * np.abs(y).max())
+    every_sign, intercepts = _signs(x, y, np.array([slope]), quantile)
+    signs = every_sign[0]
+    goes_through_origin = bool(intercepts[0] <= 1e-9 * np.abs(y).max())
     length = coverage_length(num, 2 * block_length(signs * (x - x.mean()), signs))
-    keep = _Test(x, y, quantile=quantile, level=level, length=length, bound=bound)
+    keep = _Test(x, y, quantile=quantile, level=level, length=length, bound=goes_through_origin)
     ray = y / np.maximum(x, 1e-300)
     # With an intercept of at least zero no slope exceeds the steepest ray.
     top = float(ray.max())
     usual = min(top, 2.0 * max(slope, float(np.quantile(ray, quantile))))
     grid = np.unique(np.concatenate([np.linspace(0, usual, _GRID), np.linspace(usual, top, _GRID // 4)]))
     kept = np.append(grid[keep(grid)], slope)
-    low, high = float(kept.min()), float(kept.max())
+    low = float(kept.min())
+    high = float(kept.max())
     return _edge(keep, low, grid[grid < low]), _edge(keep, high, grid[grid > high][::-1])
 
 
@@ -165,7 +167,11 @@ class _Test:
     def __init__(
         self, x: np.ndarray, y: np.ndarray, *, quantile: float, level: float, length: int, bound: bool
     ) -> None:
-        self.x, self.y, self.quantile, self.length, self.bound = x, y, quantile, length, bound
+        self.x = x
+        self.y = y
+        self.quantile = quantile
+        self.length = length
+        self.bound = bound  # whether lines through the origin are tested, too
         num = len(x)
         freedom = max(2.0, 1.5 * (num / length - 1.0))
         self.critical = float(stats.t.ppf(0.5 + level / 2, freedom)) * math.sqrt(num / (num - length + 1))
@@ -240,6 +246,7 @@ def _politis_white(values: np.ndarray) -> int:
     window = min(2 * max(last, 1), most)
     lags = np.arange(-window, window + 1)
     weight = np.minimum(1.0, 2.0 * (1.0 - np.abs(lags) / window)) * covariance[np.abs(lags)]
-    G, D = np.sum(np.abs(lags) * weight), 4.0 / 3.0 * np.sum(weight) ** 2
+    G = np.sum(np.abs(lags) * weight)
+    D = 4.0 / 3.0 * np.sum(weight) ** 2
     length = (2.0 * G**2 / max(D, 1e-300)) ** (1 / 3) * num ** (1 / 3)
     return int(np.clip(round(length), 1, max(1, num // 3)))

@@ -20,7 +20,7 @@ from scipy import stats
 from curvestep.fit import fit_words as words
 from curvestep.fit.correlation import UNKNOWN
 from curvestep.fit.intervals import Interval
-from curvestep.fit.samples import Samples
+from curvestep.fit.samples import MOST_TESTED_ROWS, Samples, evenly_spaced
 from curvestep.notes import Note
 from curvestep.trace.schema import LEAST_ROWS
 
@@ -57,14 +57,22 @@ class LawComparison:
 
 def compare_laws(samples: Samples, *, level: float = 0.9, loss_floor: float = 0.0) -> LawComparison:
     """The laws of a run, and the one that predicts held-out rows best; ``loss_floor`` is f*."""
-    used = samples.rows(samples.smoothness > 0)
+    used = samples.rows(np.flatnonzero(samples.smoothness > 0))
+    if len(used) < HELD_OUT:
+        raise ValueError(
+            f"Laws need at least {HELD_OUT} rows with a smoothness above zero, got {len(used)}. "
+            "Measure more rows."
+        )
+    used = used.rows(evenly_spaced(len(used), most=MOST_TESTED_ROWS))
     log_ell = np.log(used.smoothness)
     power = _Family(np.log(used.grad_norm), log_ell, _EXPONENTS)
     affine = _Family(np.log(used.grad_norm), log_ell, np.ones(1))
     laws = {"affine": affine.law("affine"), "power": power.law("power")}
     interval = power.exponent_interval(0.5 + level / 2)  # at 90 % one in eight affine runs was misnamed
     excess = used.loss - loss_floor
-    gain, best, doubt = UNKNOWN, "", words.doubt("no-losses", floor=loss_floor)
+    gain = UNKNOWN
+    best = ""
+    doubt = words.doubt("no-losses", floor=loss_floor)
     if np.all(excess > 0):  # NaN where the loss was not recorded
         loss = _Family(np.log(excess), log_ell, np.ones(1))
         laws["loss"] = loss.law("loss")
@@ -82,7 +90,8 @@ def _winner(exponent: float, interval: Interval, gain: Interval) -> str:
         return "loss"
     if gain[1] >= 0:
         return ""
-    low, high = 1 / AFFINE_EXPONENT, AFFINE_EXPONENT
+    low = 1 / AFFINE_EXPONENT
+    high = AFFINE_EXPONENT
     if low <= interval[0] <= interval[1] <= high:
         return "affine"
     affine = low <= exponent <= high or interval[0] <= 1 <= interval[1]
@@ -96,25 +105,56 @@ class _Family:
     """
 
     def __init__(self, log_x: np.ndarray, log_ell: np.ndarray, exponents: np.ndarray) -> None:
-        self.exponents, self.num = exponents, len(log_x)
-        powers = np.exp(exponents[:, None] * (log_x - log_x.max()))
-        self.means = powers.mean(axis=1) * np.exp(exponents * log_x.max())
-        relative = powers / powers.mean(axis=1, keepdims=True)
-        shares = _CONSTANT_SHARES[:, None, None]
-        self.residual = log_ell - np.log(np.maximum(shares + (1 - shares) * relative, 1e-300))
-        self.squares = self.num * self.residual.var(axis=-1)  # shape (shares, exponents)
-        self.errors = np.array(list(map(self._held_out, np.array_split(np.arange(self.num), HELD_OUT))))
+        self.log_ell = log_ell
+        self.exponents = exponents
+        self.powers = np.exp(exponents[:, None] * (log_x - log_x.max()))
+        self.means = self.powers.mean(axis=1) * np.exp(exponents * log_x.max())
+        self.num = len(log_x)
+        # Of each θ and α: the mean of what is left, and in each block its sum less that, and its square.
+        shape = (len(_CONSTANT_SHARES), len(exponents))
+        starts = [block[0] for block in self._blocks()]
+        self.centres = np.empty(shape)
+        sums = np.empty((*shape, HELD_OUT))
+        squares = np.empty((*shape, HELD_OUT))
+        for share in range(len(_CONSTANT_SHARES)):  # not all at once: that takes memory
+            left = self._residual(share, slice(None))
+            self.centres[share] = left.mean(axis=-1)
+            left -= self.centres[share][:, None]
+            sums[share] = np.add.reduceat(left, starts, axis=-1)
+            squares[share] = np.add.reduceat(left**2, starts, axis=-1)
+        self.squares = squares.sum(axis=-1)
+        self.errors = np.array([self._held_out(block, sums, squares) for block in range(HELD_OUT)])
 
-    def _held_out(self, rows: np.ndarray) -> float:
-        """Mean square error on ``rows`` of the fit to all others."""
-        seen = np.delete(self.residual, rows, axis=-1)
-        best = np.unravel_index(np.argmin(seen.var(axis=-1)), self.squares.shape)
-        return float(np.mean((self.residual[best][rows] - seen[best].mean()) ** 2))
+    def _blocks(self) -> list[np.ndarray]:
+        """Consecutive rows, each block to be predicted from the others."""
+        return np.array_split(np.arange(self.num), HELD_OUT)
+
+    def _residual(self, share: int, exponent: int | slice) -> np.ndarray:
+        """What these laws leave of log smoothness, before the best c is taken off."""
+        constant = _CONSTANT_SHARES[share]
+        powers = self.powers[exponent]
+        relative = powers / powers.mean(axis=-1, keepdims=True)
+        return self.log_ell - np.log(np.maximum(constant + (1 - constant) * relative, 1e-300))
+
+    def _held_out(self, block: int, sums: np.ndarray, squares: np.ndarray) -> float:
+        """Mean square error on the rows of a block of the fit to all others."""
+        rows = self._blocks()[block]
+        others = self.num - len(rows)
+        shift = (sums.sum(axis=-1) - sums[..., block]) / others
+        variance = (squares.sum(axis=-1) - squares[..., block]) / others - shift**2
+        best = self._place_of_least(variance)
+        predicted = self.centres[best] + shift[best]
+        return float(np.mean((self._residual(*best)[rows] - predicted) ** 2))
+
+    @staticmethod
+    def _place_of_least(values: np.ndarray) -> tuple[int, int]:
+        share, exponent = np.unravel_index(np.argmin(values), values.shape)
+        return int(share), int(exponent)
 
     def law(self, name: str) -> Law:
         """The best of the grid."""
-        share, exponent = np.unravel_index(np.argmin(self.squares), self.squares.shape)
-        scale = math.exp(float(self.residual[share, exponent].mean()))
+        share, exponent = self._place_of_least(self.squares)
+        scale = math.exp(float(self.centres[share, exponent]))
         return Law(
             name=name,
             offset=float(scale * _CONSTANT_SHARES[share]),
@@ -126,8 +166,8 @@ class _Family:
     def exponent_interval(self, level: float) -> Interval:
         """Exponents that a likelihood-ratio test keeps; rows like their neighbours count for less."""
         profile = self.squares.min(axis=0)
-        best = np.unravel_index(np.argmin(self.squares), self.squares.shape)
-        left = self.residual[best] - self.residual[best].mean()
+        best = self._place_of_least(self.squares)
+        left = self._residual(*best) - self.centres[best]
         repeat = max(0.0, float(left[1:] @ left[:-1]) / max(float(left @ left), 1e-300))
         effective = self.num * (1 - repeat) / (1 + repeat)
         ratio = effective * np.log(profile / max(float(profile.min()), 1e-300))

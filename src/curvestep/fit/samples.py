@@ -12,7 +12,9 @@ from curvestep.trace.history import typical
 from curvestep.trace.schema import ESTIMATORS, LEAST_ROWS
 from curvestep.trace.trace import Trace
 
-MOST_ROWS = 4000  # evenly spaced ones of a longer run bear the intervals and the control
+# Evenly spaced rows of a longer run: for intervals and control, for the test inside steps and for laws.
+MOST_ROWS = 4000
+MOST_TESTED_ROWS = 100_000
 _LARGEST = 1e50
 _COLUMNS = (
     "step", "loss", "grad_norm", "step_norm", "lr", "cosine", "noise", "secants", "grad_norms", "fractions",
@@ -82,12 +84,6 @@ class Samples:
         signal = float(self.grad_signal[known].mean())
         return float(self.grad_variance[known].mean()) / signal if signal > 0 else math.inf
 
-    @property
-    def stride(self) -> int:
-        """Training steps from one row to the next."""
-        between = np.diff(self.step)
-        return max(1, int(typical(between, missing=1.0)))
-
 
 def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
     """Rows of ``trace`` with status ok and a positive, finite gradient norm and smoothness.
@@ -135,6 +131,11 @@ def evenly_spaced(num: int, *, most: int) -> slice:
     return slice(None, None, -(-num // most) or None)
 
 
+def steps_between(steps: np.ndarray) -> int:
+    """Training steps from one row to the next, as a rule."""
+    return max(1, int(typical(np.diff(steps), missing=1.0)))
+
+
 def check_share(name: str, value: float) -> float:
     """``value`` if it lies between 0 and 1."""
     if check_positive(name, value) >= 1:
@@ -165,13 +166,13 @@ def _too_few(trace: Trace, measured: np.ndarray, late: np.ndarray, estimator: st
             f'fit_smoothness(trace, estimator="{others[0]}").'
         )
     wanted = f"without a positive finite `grad_norm` and a finite `{estimator}`, within 1e±50"
-    lost = {
+    skipped = {
         "marked as not ok": ~trace.ok,
         "whose estimate had not converged": trace.ok & late,
         wanted: trace.ok & ~measured & ~late,
     }
-    told = ", ".join(f"{rows.sum()} {why}" for why, rows in lost.items() if rows.any())
-    reason = f" ({told})" if told else ""
+    counts = ", ".join(f"{rows.sum()} {why}" for why, rows in skipped.items() if rows.any())
+    reason = f" ({counts})" if counts else ""
     return (
         f"`trace` must have at least {LEAST_ROWS} usable rows, got "
         f"{(trace.ok & measured & ~late).sum()} of {len(trace)}"

@@ -58,6 +58,7 @@ LEAST_COSINE = 0.5  # of gradient and step, or its own change, below which steps
 BLOCK = 8  # neighbouring rows that count as one observation
 LEAST_ROWS = 4 * BLOCK
 SHUFFLES = 100
+ROWS_AT_ONCE = 20_000  # of all shuffles that are computed together
 TAIL = 0.05  # share of the rows at either end that count as no further out than the rest
 MOST_SIZE_ERROR = 0.15  # of an elasticity whose size is told
 RESOLVED = 100.0  # spread of v in units of the rounding error of u, from which u can be read
@@ -167,7 +168,8 @@ def within_steps(
         return Within(level=level, missing=words.doubt("one-fraction"))
     if _unknown(kappa):
         return Within(level=level, missing=words.doubt("no-kappa"))
-    s, m = np.asarray(secants, dtype=float), np.asarray(grad_norms, dtype=float)
+    s = np.asarray(secants, dtype=float)
+    m = np.asarray(grad_norms, dtype=float)
     along = np.atleast_2d(np.asarray(fractions, dtype=float))
     rows = len(np.atleast_1d(grad_norm))
     if not s.shape == m.shape == (rows, along.shape[1]):
@@ -178,15 +180,20 @@ def within_steps(
     if np.any(np.diff(along, axis=1, prepend=0.0) <= 0):  # not where one is unknown
         raise ValueError(f"`fractions` must be positive and rise, got {fractions!r}.")
     along = np.broadcast_to(along, s.shape)
-    start, change = (np.broadcast_to(np.asarray(column, dtype=float), rows) for column in (grad_norm, kappa))
-    columns = np.column_stack([s, m, along, start, change])
-    read = np.all(np.isfinite(columns) & (columns > 0), axis=1)
+    start = np.broadcast_to(np.asarray(grad_norm, dtype=float), rows)
+    change = np.broadcast_to(np.asarray(kappa, dtype=float), rows)
+    read = np.all(_readable(s) & _readable(m) & _readable(along), axis=1)
+    read &= _readable(start) & _readable(change)
     steps = _Steps(s[read], m[read], along[read], start[read], change[read], eps=eps, given=rows)
     missing, last = _refusal(steps, most_kappa)
     if missing is not None:
         return Within(level=level, kappa=steps.kappa_median, missing=missing)
-    found = _tested(steps.up_to(last), level=level)
-    return replace(found, kappa=steps.kappa_median, cosine=typical(np.asarray(cosine, dtype=float)))
+    tested = _tested(steps.up_to(last), level=level)
+    return replace(tested, kappa=steps.kappa_median, cosine=typical(np.asarray(cosine, dtype=float)))
+
+
+def _readable(values: np.ndarray) -> np.ndarray:
+    return np.isfinite(values) & (values > 0)
 
 
 def _unknown(values: ArrayLike) -> bool:
@@ -251,7 +258,8 @@ def _refusal(steps: _Steps, most_kappa: float) -> tuple[Note | None, int]:
         rate = float(np.median(steps.change[:, 0] / steps.fractions[:, 0]))
         first, second = short_fractions([rate])
         return words.doubt("overshoot", kappa=steps.kappa_median, first=first, second=second), 0
-    rows, resolved = len(steps.start), int(steps.resolved(last).sum())
+    rows = len(steps.start)
+    resolved = int(steps.resolved(last).sum())
     if resolved < LEAST_ROWS:
         return words.doubt("alike", unresolved=rows - resolved, rows=rows, kappa=steps.kappa_median), 0
     return None, last
@@ -259,31 +267,10 @@ def _refusal(steps: _Steps, most_kappa: float) -> tuple[Note | None, int]:
 
 def _tested(steps: _Steps, *, level: float) -> Within:
     """The elasticity of steps that do not overshoot, beside what it is with their profiles shuffled."""
-    start, change = steps.start[:, None], steps.change
-    cosine = np.clip(((steps.norms / start) ** 2 - 1 - change**2) / (2 * change), -1, 1)
-    # Where the fractions follow the run: growth and turn of a stretch of the usual length, in proportion.
-    stretch = steps.fractions[:, -1:] / np.median(steps.fractions[:, -1])
-    growth = np.log(steps.secants / steps.secants[:, :1]) / stretch
-    turn = (cosine - cosine[:, :1]) / stretch
-
-    def changes(growth: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Changes u and v for profiles of shape (..., rows, fractions)."""
-        moved = change[:, :1] * np.exp(growth * stretch) * (steps.fractions / steps.fractions[:, :1])
-        angle = np.clip(cosine[:, :1] + turn * stretch, -1, 1)
-        norms = start * np.sqrt(np.maximum(1 + 2 * angle * moved + moved**2, 0))
-        means = np.log(mean_norms(np.broadcast_to(steps.start, norms.shape[:-1]), norms, steps.fractions))
-        return growth[..., -1], (means[..., -1] - means[..., 0]) / stretch[:, 0]
-
-    def parts(u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Σuv and Σv² of each block, without means and trends."""
-        u, v = _detrended(u), _detrended(v)
-        return _block_sums(u * v), _block_sums(v * v)
-
-    u, v = changes(growth, turn)
-    products, squares = parts(u, v)
-    order = np.argsort(np.random.default_rng(0).random((SHUFFLES, len(start))), axis=1)
-    shuffled_products, shuffled_squares = parts(*changes(growth[order], turn[order]))
-    zero = float(shuffled_products.sum() / shuffled_squares.sum())
+    profile = _Profile.of(steps)
+    u, v = profile.changes(steps, profile.growth, profile.turn)
+    products, squares = _block_parts(u, v)
+    zero = _shuffled_elasticity(steps, profile)
     elasticity = float(products.sum() / squares.sum())
     away = products - elasticity * squares
     num = len(products)
@@ -301,8 +288,64 @@ def _tested(steps: _Steps, *, level: float) -> Within:
         p_value=max(p_value, 2.0**-num),
         num_rows=len(steps.start),
         stretch=(float(np.median(steps.fractions[:, 0])), float(np.median(steps.fractions[:, -1]))),
-        along=float(np.median(np.abs(cosine[:, -1]))),
+        along=float(np.median(np.abs(profile.cosine[:, -1]))),
     )
+
+
+def _shuffled_elasticity(steps: _Steps, profile: _Profile) -> float:
+    """The elasticity where each step has the profile of another one, over all shuffles together."""
+    rng = np.random.default_rng(0)
+    rows = len(steps.start)
+    products = squares = 0.0
+    left = SHUFFLES
+    while left:
+        # As many shuffles at a time as keep an array small.
+        together = min(left, max(1, ROWS_AT_ONCE // rows))
+        order = np.argsort(rng.random((together, rows)), axis=1)
+        changes = profile.changes(steps, profile.growth[order], profile.turn[order])
+        shuffled_products, shuffled_squares = _block_parts(*changes)
+        products += float(shuffled_products.sum())
+        squares += float(shuffled_squares.sum())
+        left -= together
+    return products / squares
+
+
+@dataclass(frozen=True)
+class _Profile:
+    """How secant and angle change along each step; arrays of shape (rows, fractions)."""
+
+    stretch: np.ndarray  # length of the stretch over the usual one, as a column
+    cosine: np.ndarray  # of the gradient and its change
+    growth: np.ndarray  # of the log secant from the first fraction on, for a stretch of the usual length
+    turn: np.ndarray  # of the cosine, likewise
+
+    @classmethod
+    def of(cls, steps: _Steps) -> _Profile:
+        """The profiles of these steps."""
+        start = steps.start[:, None]
+        change = steps.change
+        cosine = np.clip(((steps.norms / start) ** 2 - 1 - change**2) / (2 * change), -1, 1)
+        # Where the fractions follow the run, stretches differ in length, and profiles in proportion.
+        stretch = steps.fractions[:, -1:] / np.median(steps.fractions[:, -1])
+        growth = np.log(steps.secants / steps.secants[:, :1]) / stretch
+        return cls(stretch, cosine, growth, (cosine - cosine[:, :1]) / stretch)
+
+    def changes(self, steps: _Steps, growth: np.ndarray, turn: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """Changes u and v for profiles of shape (..., rows, fractions)."""
+        longer = steps.fractions / steps.fractions[:, :1]
+        moved = steps.change[:, :1] * np.exp(growth * self.stretch) * longer
+        angle = np.clip(self.cosine[:, :1] + turn * self.stretch, -1, 1)
+        norms = steps.start[:, None] * np.sqrt(np.maximum(1 + 2 * angle * moved + moved**2, 0))
+        start = np.broadcast_to(steps.start, norms.shape[:-1])
+        means = np.log(mean_norms(start, norms, steps.fractions))
+        return growth[..., -1], (means[..., -1] - means[..., 0]) / self.stretch[:, 0]
+
+
+def _block_parts(u: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Σuv and Σv² of each block, without means and trends."""
+    u = _detrended(u)
+    v = _detrended(v)
+    return _block_sums(u * v), _block_sums(v * v)
 
 
 def _block_sums(values: np.ndarray) -> np.ndarray:

@@ -77,18 +77,6 @@ def columns_of(rows: Iterable[Row], num: int, fractions: Sequence[float]) -> dic
     return {name: column.values for name, column in columns.items()}
 
 
-def missing_column(name: str, num: int, fractions: Sequence[float]) -> np.ndarray:
-    """The column of a key of the schema that no row has; it takes no memory."""
-    kind = FIELDS[name].kind
-    if name == "fractions":
-        return np.broadcast_to(np.array(fractions, dtype=float), (num, len(fractions)))
-    if kind == "numbers":
-        return np.broadcast_to(math.nan, (num, len(fractions)))
-    if kind in ("word", "log"):
-        return np.broadcast_to(np.array(None, dtype=object), num)
-    return np.broadcast_to(math.nan, num)
-
-
 def _cells(row: Mapping[str, object], above: str = "") -> Iterator[tuple[str, object]]:
     """Every value of a row with the path of its keys."""
     for key, value in row.items():

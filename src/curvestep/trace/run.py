@@ -32,8 +32,11 @@ METRICS = "metrics.jsonl"
 STATUS = "status.json"
 PART = "-part"  # ends the split of rows from a part of the held-out data
 
-RUNNING, FINISHED, DIVERGED = "running", "finished", "diverged"
-INTERRUPTED, FAILED = "interrupted", "failed"
+RUNNING = "running"
+FINISHED = "finished"
+DIVERGED = "diverged"
+INTERRUPTED = "interrupted"
+FAILED = "failed"
 ENDED = (FINISHED, DIVERGED)
 
 

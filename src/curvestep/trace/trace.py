@@ -25,7 +25,7 @@ from curvestep.checks import check_choice
 from curvestep.files import RowFile, dump_row, end_of_last_row, load_row, read_lines
 from curvestep.report.markup import html_table
 from curvestep.trace.clipping import CLIP_COLUMNS, clip_norms
-from curvestep.trace.rows import PackedRows, columns_of, is_exact, is_list, missing_column
+from curvestep.trace.rows import PackedRows, columns_of, is_exact, is_list
 from curvestep.trace.schema import FAILED, FIELDS, OK, Row
 
 if TYPE_CHECKING:
@@ -72,7 +72,9 @@ class Trace:
         self._rows = PackedRows()
         self._steps = array("d")  # one a row, NaN where it has none
         self._last_step = -math.inf
-        self._read_columns: dict[str, np.ndarray] | None = None  # since the last row
+        # Read when asked for, and kept until a row comes.
+        self._read_columns: dict[str, np.ndarray] | None = None
+        self._read_clip_norm: np.ndarray | None = None
         self._file: RowFile | None = None
         self._unwritten: list[bytes] = []
         self._closed = False
@@ -131,6 +133,7 @@ class Trace:
             self._steps = array("d")
             self._last_step = -math.inf
             self._read_columns = None
+            self._read_clip_norm = None
             self._unwritten = []
             for line, at in kept:
                 self._add(line, at)
@@ -141,7 +144,8 @@ class Trace:
         """Close the file; the rows stay readable."""
         if self._file is not None:
             self._file.close()
-        self._file, self._closed = None, True
+        self._file = None
+        self._closed = True
 
     def __enter__(self) -> Trace:
         return self
@@ -203,13 +207,24 @@ class Trace:
         if name in columns:
             return columns[name]
         if name in FIELDS:
-            return missing_column(name, len(self), self.fractions)
+            return self._missing_column(name)
         known = ", ".join(columns) or "none yet"
         raise KeyError(f"The trace has no column {name!r}; it has: {known}.")
 
+    def _missing_column(self, name: str) -> np.ndarray:
+        """The column of a key of the schema that no row has; it takes no memory."""
+        kind = FIELDS[name].kind
+        if name == "fractions":
+            return np.broadcast_to(np.array(self.fractions, dtype=float), (len(self), len(self.fractions)))
+        if kind == "numbers":
+            return np.broadcast_to(math.nan, (len(self), len(self.fractions)))
+        if kind in ("word", "log"):
+            return np.broadcast_to(np.array(None, dtype=object), len(self))
+        return np.broadcast_to(math.nan, len(self))
+
     @property
     def _columns(self) -> dict[str, np.ndarray]:
-        """Every column that occurs: all are read when one is asked for, and kept until a row comes."""
+        """Every column that occurs: all are read when one is asked for."""
         if self._read_columns is None:
             self._read_columns = columns_of(self._rows, len(self), self.fractions)
             for column in self._read_columns.values():
@@ -219,10 +234,12 @@ class Trace:
     @property
     def clip_norm(self) -> np.ndarray:
         """The gradient norm at which each step was clipped, as ``clipping.clip_norms`` has it."""
-        columns = {name: self.column(name) for name in (*CLIP_COLUMNS, "optimizer")}
-        if not any(columns["optimizer"]):  # older rows leave it to the header
-            columns["optimizer"] = np.array(str(self.header.get("optimizer", "")), dtype=object)
-        return clip_norms(columns)
+        if self._read_clip_norm is None:
+            columns = {name: self.column(name) for name in (*CLIP_COLUMNS, "optimizer")}
+            if not any(columns["optimizer"]):  # older rows leave it to the header
+                columns["optimizer"] = np.array(str(self.header.get("optimizer", "")), dtype=object)
+            self._read_clip_norm = clip_norms(columns)
+        return self._read_clip_norm
 
     @property
     def spikes(self) -> list[Row]:
@@ -277,6 +294,7 @@ class Trace:
         self._rows.append(line)
         self._steps.append(step)
         self._read_columns = None
+        self._read_clip_norm = None
         return True
 
 
