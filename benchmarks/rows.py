@@ -94,7 +94,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--rows", type=int, nargs="+", default=[10_000, 100_000, 1_000_000])
     parser.add_argument("--commands", nargs="+", choices=COMMANDS, default=COMMANDS)
-    parser.add_argument("--read", nargs=2, metavar=("COMMAND", "TRACE"), help="read one trace in this process")
+    parser.add_argument(
+        "--read", nargs=2, metavar=("COMMAND", "TRACE"), help="read one trace in this process"
+    )
     arguments = parser.parse_args()
     if arguments.read:
         read_trace(arguments.read[0], Path(arguments.read[1]))

@@ -6,29 +6,37 @@ import pytest
 
 from curvestep.advice import decision
 from curvestep.advice.advice_words import verdict_on
-from curvestep.advice.decision import FAR, GOOD_START, HARDLY, NEXT, SHORT_KAPPA, TABLE, decide
+from curvestep.advice.decision import (
+    GOOD_START,
+    LARGE_FACTOR,
+    LR_FACTOR,
+    MIN_PROGRESS,
+    SHORT_KAPPA,
+    TABLE,
+    decide,
+)
 from curvestep.optimizer_family import Family
 from tests.advice.runs import outcome
 
-LOST = {"lost_at": 16, "kappa": 5.0}
+LOST = {"nonfinite_at": 16, "kappa": 5.0}
 # For each condition: facts, action, factor on lr (None for no number).
 EXAMPLES = {
     "no-rows": ({"num_rows": 0, "num_losses": 0}, "cannot tell", None),
     "no-loss": ({"num_losses": 0}, "cannot tell", None),
-    "bad-batch": ({"lost_at": 16}, "data", None),
-    "not-finite": ({**LOST, "start_factor": 2.0}, "diverged", 1 / FAR),
-    "rose-far": ({"last_loss": 8.0, "start_factor": 0.04}, "diverged", 0.04 / FAR),
+    "bad-batch": ({"nonfinite_at": 16}, "data", None),
+    "not-finite": ({**LOST, "start_factor": 2.0}, "diverged", 1 / LARGE_FACTOR),
+    "rose-far": ({"last_loss": 8.0, "start_factor": 0.04}, "diverged", 0.04 / LARGE_FACTOR),
     "no-step": ({"num_rows": 0, "num_losses": 30}, "cannot tell", None),
     "failed-rows": ({"num_rows": 3, "num_losses": 30, "failure": "the loss is random"}, "cannot tell", None),
     "few-rows": ({"num_rows": 9, "num_losses": 9}, "cannot tell", None),
     "no-lr": ({"lr": math.nan}, "cannot tell", None),
     "eval-mode": ({"in_eval_mode": True}, "cannot tell", None),
-    "rose-and-stuck": ({"highest_loss": 9.0, "last_loss": 1.5}, "stuck", 1 / FAR),
-    "long-and-stuck": ({"last_loss": 2.2, "start_factor": 0.4}, "stuck", 0.4 / FAR),
-    "inefficient": ({"efficiency": 0.05, "last_loss": 1.5}, "lower", 1 / NEXT),
+    "rose-and-stuck": ({"highest_loss": 9.0, "last_loss": 1.5}, "stuck", 1 / LARGE_FACTOR),
+    "long-and-stuck": ({"last_loss": 2.2, "start_factor": 0.4}, "stuck", 0.4 / LARGE_FACTOR),
+    "inefficient": ({"efficiency": 0.05, "last_loss": 1.5}, "lower", 1 / LR_FACTOR),
     "long-first-steps": ({"start_factor": 0.01, "efficiency": 0.4}, "lower", 0.1),
     "short-steps": ({"kappa": 0.01, "start_factor": 40.0}, "raise", 40.0 / GOOD_START),
-    "short-first-steps": ({"kappa": 0.2, "start_factor": 6.0}, "raise", NEXT),
+    "short-first-steps": ({"kappa": 0.2, "start_factor": 6.0}, "raise", LR_FACTOR),
     "no-progress": ({"last_loss": 2.25, "stood_still": True}, "stuck", None),
     "no-sign": ({}, "keep", 1.0),
 }
@@ -61,14 +69,14 @@ def test_without_its_condition_the_answer_is_another_one(kind, monkeypatch):
 def test_what_is_not_known_holds_for_nothing():
     unknown = dict.fromkeys(("kappa", "efficiency", "start_factor", "last_loss", "first_loss"), math.nan)
     assert decide(outcome(**unknown)).kind == "no-sign"
-    assert lr_after(outcome(start_factor=math.nan, **LOST)) == pytest.approx(0.1 / FAR**3)
-    assert lr_after(outcome(start_factor=math.nan, kappa=0.01)) == pytest.approx(0.1 * NEXT)
+    assert lr_after(outcome(start_factor=math.nan, **LOST)) == pytest.approx(0.1 / LARGE_FACTOR**3)
+    assert lr_after(outcome(start_factor=math.nan, kappa=0.01)) == pytest.approx(0.1 * LR_FACTOR)
     wasteful = EXAMPLES["inefficient"][0]
-    assert lr_after(outcome(start_factor=math.nan, **wasteful)) == pytest.approx(0.1 / NEXT)
+    assert lr_after(outcome(start_factor=math.nan, **wasteful)) == pytest.approx(0.1 / LR_FACTOR)
 
 
 @pytest.mark.parametrize(("kappa", "start", "factor"), [
-    (0.09, 5.0, NEXT), (0.05, 100.0, 6.0), (1e-4, 1e4, FAR**2), (0.01, 30.0, 15.0),
+    (0.09, 5.0, LR_FACTOR), (0.05, 100.0, 6.0), (1e-4, 1e4, LARGE_FACTOR**2), (0.01, 30.0, 15.0),
 ])  # fmt: skip
 def test_short_steps_grow_to_what_the_start_and_kappa_allow(kappa, start, factor):
     assert lr_after(outcome(kappa=kappa, start_factor=start)) == pytest.approx(0.1 * factor)
@@ -78,13 +86,13 @@ def test_short_steps_grow_to_what_the_start_and_kappa_allow(kappa, start, factor
 def test_progress_is_measured_for_negative_losses_too(sign):
     first = 2.0 * sign
     facts = {"first_loss": first, "highest_loss": first, "stood_still": True}
-    stuck = outcome(last_loss=first - 0.9 * (1 - HARDLY) * 2.0, **facts)
-    fell = outcome(last_loss=first - 1.1 * (1 - HARDLY) * 2.0, **facts)
+    stuck = outcome(last_loss=first - 0.9 * (1 - MIN_PROGRESS) * 2.0, **facts)
+    fell = outcome(last_loss=first - 1.1 * (1 - MIN_PROGRESS) * 2.0, **facts)
     assert (decide(stuck).kind, decide(fell).kind) == ("no-progress", "no-sign")
 
 
 def test_a_loss_that_rose_before_it_was_not_finite_is_no_bad_batch():
-    assert decide(outcome(lost_at=16, last_loss=2.5)).kind == "not-finite"
+    assert decide(outcome(nonfinite_at=16, last_loss=2.5)).kind == "not-finite"
 
 
 def test_a_fall_that_noise_does_not_explain_is_no_standstill():
@@ -108,7 +116,7 @@ def test_a_warm_up_may_take_the_peak_beyond_what_the_start_allowed():
 
 @pytest.mark.parametrize("start", [1e-5, 0.3])
 def test_a_lost_run_is_lowered_to_a_tenth_of_what_the_start_allowed(start):
-    assert lr_after(outcome(**LOST, start_factor=start)) == pytest.approx(0.1 * start / FAR)
+    assert lr_after(outcome(**LOST, start_factor=start)) == pytest.approx(0.1 * start / LARGE_FACTOR)
 
 
 def test_of_adam_at_a_constant_rate_the_start_says_nothing():
@@ -147,5 +155,5 @@ def test_with_momentum_noise_limits_how_far_short_steps_grow():
 
 
 def test_steps_that_do_not_change_the_gradient_at_all_are_short():
-    assert lr_after(outcome(kappa=0.0, start_factor=1e9)) == pytest.approx(0.1 * FAR**2)
-    assert lr_after(outcome(kappa=0.0, start_factor=math.nan)) == pytest.approx(0.1 * NEXT)
+    assert lr_after(outcome(kappa=0.0, start_factor=1e9)) == pytest.approx(0.1 * LARGE_FACTOR**2)
+    assert lr_after(outcome(kappa=0.0, start_factor=math.nan)) == pytest.approx(0.1 * LR_FACTOR)

@@ -49,7 +49,7 @@ def test_kappa_efficiency_and_start_of_a_quadratic(lr):
     assert run.start_factor == pytest.approx(1 / (4 * lr))
     assert run.agreement == pytest.approx(1.0)
     assert (run.family, run.lr, run.scheduled) == (Family.SGD, lr, False)
-    assert (run.num_rows, run.lost_at, run.in_eval_mode, run.clipped) == (12, None, False, 0.0)
+    assert (run.num_rows, run.nonfinite_at, run.in_eval_mode, run.clipped) == (12, None, False, 0.0)
 
 
 def test_the_start_is_held_against_the_peak_of_a_schedule():
@@ -116,7 +116,7 @@ def test_the_loss_curve():
     assert run.last_loss == pytest.approx(np.mean([1.2, 1.0, 1.2, 1.1, 1.0]))
     assert (run.peak_rise, run.end_rise) == (1.5, pytest.approx((1.1 - 0.07 - 2.0) / 2))
     assert run.rise == pytest.approx((run.last_loss - 2.0) / 2)
-    assert (run.lost_at, run.sound_until) == (101, 96)  # the rows of steps 100 and 95, counted from one
+    assert (run.nonfinite_at, run.finite_until) == (101, 96)  # the rows of steps 100 and 95, counted from one
 
 
 @pytest.mark.parametrize(("losses", "stood_still"), [
@@ -159,7 +159,7 @@ def test_rows_without_lr_count_as_those_at_its_peak():
 
 def test_rows_without_any_loss_are_not_lost():
     run = outcome_of(trace_of([None] * 12))
-    assert (run.num_losses, run.lost_at, run.num_rows) == (0, None, 12)
+    assert (run.num_losses, run.nonfinite_at, run.num_rows) == (0, None, 12)
 
 
 def test_a_run_that_begins_later_has_no_start():
@@ -188,8 +188,8 @@ def test_a_failed_measurement_is_no_lost_step_and_a_gradient_that_is_not_finite_
     failed, broken = trace_of(falling(12)), trace_of(falling(12))
     failed.append({**row, "step": 60, "loss": None, "status": "failed: out of memory"})
     broken.append({**row, "step": 60, "status": "nonfinite"})
-    assert (facts(failed).lost_at, facts(failed).failure) == (None, "out of memory")
-    assert facts(broken).lost_at == 61
+    assert (facts(failed).nonfinite_at, facts(failed).failure) == (None, "out of memory")
+    assert facts(broken).nonfinite_at == 61
 
 
 def test_without_trainings_own_loss_gradients_at_both_ends_give_the_fall():

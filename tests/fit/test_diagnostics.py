@@ -1,6 +1,9 @@
 """Each warning on a run that has the trouble, and silence on runs that do not."""
 
+import ast
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -126,9 +129,7 @@ def test_kinks_are_those_of_a_tenth_of_the_steps_where_most_are_short(apart, lon
 
 def test_noise_in_the_gradient_norm_is_named_where_it_was_measured():
     g, ell = plain(np.random.default_rng(0))
-    noisy = diagnostics.noisy_norms(usable_samples(make_trace(g, ell, noise=0.5 * g)))
-    assert noisy is not None
-    assert "50%" in noisy
+    assert diagnostics.noisy_norms(usable_samples(make_trace(g, ell, noise=0.5 * g))) is not None
     assert diagnostics.noisy_norms(usable_samples(make_trace(g, ell, noise=0.1 * g))) is None
     assert diagnostics.noisy_norms(usable_samples(make_trace(g, ell))) is None
 
@@ -164,9 +165,7 @@ def network_trace(activation, *, lr, rows=100):
 
 
 def test_kinks_of_a_relu_network_are_named_and_a_smooth_one_has_none():
-    kinked = diagnostics.kinks(usable_samples(network_trace(nn.ReLU, lr=1e-3)))
-    assert kinked is not None
-    assert "differs by half or more" in kinked
+    assert diagnostics.kinks(usable_samples(network_trace(nn.ReLU, lr=1e-3))) is not None
     assert diagnostics.kinks(usable_samples(network_trace(nn.GELU, lr=1e-3))) is None
 
 
@@ -180,3 +179,15 @@ def test_constant_and_missing_columns_raise_no_warning(check):
         columns = inside_steps(one, other, kappa=0.01)
         columns["secants"] = [[math.nan, math.nan]] * len(one)
         assert named(usable_samples(make_trace(one, other, **columns))) is None
+
+
+def test_the_page_on_trust_has_a_line_for_every_warning():
+    source = ast.parse(Path(diagnostics.__file__).read_text(encoding="utf-8"))
+    notes = [
+        node for node in ast.walk(source) if isinstance(node, ast.Call) and ast.unparse(node.func) == "Note"
+    ]
+    kinds = {note.args[0].value for note in notes}
+    page = (Path(__file__).parents[2] / "docs" / "trust.md").read_text(encoding="utf-8")
+    table = page.partition("| the fit warns of |")[2].partition("\n\n")[0]
+    named = re.findall(r"^\| ([a-z ]+) \|", table, re.MULTILINE)
+    assert sorted(named) == sorted(kind.replace("-", " ") for kind in kinds)

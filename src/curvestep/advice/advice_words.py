@@ -23,7 +23,7 @@ VERDICTS = {
     RAISE: "RAISE {change}",
     LOWER: "LOWER {change}",
     DIVERGED: "DIVERGED: run calibrate, or lower {change}",
-    "not-finite": "DIVERGED by step {run.lost_at}: run calibrate, or lower {change}",
+    "not-finite": "DIVERGED by step {run.nonfinite_at}: run calibrate, or lower {change}",
     STUCK: "STUCK: run calibrate, or lower {change}",
     DATA: "DATA: look at the data of {steps}, and at the loss. lr does not look like the cause.",
     "no-progress": "STUCK: the loss hardly fell, and not because of lr. Look at labels, inputs and model.",
@@ -44,69 +44,95 @@ LEFT_OUT = {
     "ended-early": "It ended early, after {fact} steps",
     "no-loss": "It has no loss to compare at its end",
 }
-_HOW_STEPS_WENT = {
-    "inefficient": ". Steps are too long, or gradients add up: is `zero_grad` called?",
-    "short-steps": ". Steps are short.",
+# What follows from how steps went, by the kind of the condition.
+STEPS_WENT = {
+    "inefficient": "Steps are too long, or gradients add up: is `zero_grad` called?",
+    "short-steps": "Steps are short.",
 }
 
 
-def verdict_on(found: Condition, run: Outcome, lr: float | None = None) -> str:
+def verdict_on(condition: Condition, run: Outcome, lr: float | None = None) -> str:
     """One line to act on: the answer in capitals, the old value and the new one, this run's own if none."""
-    lr = lr or found.next_lr(run)
-    rate, since = rate_name(run.scheduled), run.sound_until + 1
-    template = VERDICTS.get(found.kind) or VERDICTS[found.action]
+    lr = lr or condition.next_lr(run)
+    rate = rate_name(run.scheduled)
+    change = f"{rate} {run.lr:.3g} -> {lr:.3g}" if lr else rate
+    first_bad = run.finite_until + 1
+    steps = f"step {first_bad}"
+    if first_bad != run.nonfinite_at:
+        steps = f"steps {first_bad} to {run.nonfinite_at}"
+    template = VERDICTS.get(condition.kind) or VERDICTS[condition.action]
     return template.format(
         setting=setting_name(run),
-        change=f"{rate} {run.lr:.3g} -> {lr:.3g}" if lr else rate,
-        steps=f"step {since}" if since == run.lost_at else f"steps {since} to {run.lost_at}",
+        change=change,
+        steps=steps,
         least=LEAST_ROWS,
         run=run,
         failure=" ".join(run.failure.split()),  # whole: what to do stands at its end
     )
 
 
-def reasons_for(found: Condition, run: Outcome) -> tuple[Note, ...]:
+def reasons_for(condition: Condition, run: Outcome) -> tuple[Note, ...]:
     """Reasons of the verdict, a line each: the loss, the steps, the start, clipping, what to do next."""
-    if found.action == CANNOT_TELL:
+    if condition.action == CANNOT_TELL:
         return ()
-    texts = {}
+    notes = []
     if run.num_losses:
         ends = f"{run.first_loss:.3g} -> {run.last_loss:.3g}"
-        texts["loss"] = f"in training {ends}, highest {run.highest_loss:.3g}"
+        notes.append(Note("loss", f"in training {ends}, highest {run.highest_loss:.3g}"))
     if math.isfinite(run.kappa):
-        gain = ""
-        if run.efficiency >= 0:  # else it rose, or is not known
-            gain = f"achieves {run.efficiency:.0%} of the predicted fall of the loss and "
-        change = f"changes the gradient by {run.kappa:.2g} of its norm"
-        texts["steps"] = f"a step {gain}{change}{_HOW_STEPS_WENT.get(found.kind, '')}"
-    if run.start_factor > 0 and found.action != KEEP:
-        texts["start"] = f"at first, steps work up to {run.start_factor:.2g} times their length"
+        notes.append(Note("steps", _steps(condition, run)))
+    if run.start_factor > 0 and condition.action != KEEP:
+        longest = f"{run.start_factor:.2g} times their length"
+        notes.append(Note("start", f"at first, steps work up to {longest}"))
+    if run.clipped >= 0:
+        notes.append(Note("clipping", _clipping(run)))
+    if condition.action in (KEEP, RAISE, LOWER):
+        following = "one run says no more: run calibrate, or give two runs, advise(a, b)"
+        notes.append(Note("next", following))
+    return tuple(notes)
+
+
+def _steps(condition: Condition, run: Outcome) -> str:
+    """What a step of the run does to loss and gradient."""
+    effects = []
+    if run.efficiency >= 0:  # else it rose, or is not known
+        effects.append(f"achieves {run.efficiency:.0%} of the predicted fall of the loss")
+    effects.append(f"changes the gradient by {run.kappa:.2g} of its norm")
+    effect = f"a step {' and '.join(effects)}"
+    if condition.kind not in STEPS_WENT:
+        return effect
+    return f"{effect}. {STEPS_WENT[condition.kind]}"
+
+
+def _clipping(run: Outcome) -> str:
+    """How many steps were clipped, and what that does."""
     if run.clipped == 0:
-        texts["clipping"] = "no step was clipped"
-    elif run.clipped > 0:
-        share = f"about {run.clipped:.0%} of the steps are clipped, at {run.max_norm:.3g}"
+        return "no step was clipped"
+    if run.family.is_adaptive:
+        effect = "Adam rescales them, so max_norm does little"
+    elif run.threshold != "max_norm":
+        effect = f"this is the {run.threshold}, which shortens the others less"
+    else:
         effect = "for these only lr x max_norm counts"
-        if run.family.is_adaptive:
-            effect = "Adam rescales them, so max_norm does little"
-        elif run.threshold != "max_norm":
-            effect = f"this is the {run.threshold}, which shortens the others less"
-        texts["clipping"] = f"{share}; {effect}"
-    if found.action in (KEEP, RAISE, LOWER):
-        texts["next"] = "one run says no more: run calibrate, or give two runs, advise(a, b)"
-    return tuple(Note(kind, text) for kind, text in texts.items())
+    return f"about {run.clipped:.0%} of the steps are clipped, at {run.max_norm:.3g}; {effect}"
 
 
 def warnings_about(run: Outcome) -> tuple[Note, ...]:
     """Doubts about the answer; of Adam none, for which a threshold does nothing."""
     if run.family.is_adaptive or not run.floor > run.max_norm / 2:
         return ()
-    held = f"Noise is above max_norm {run.max_norm:.3g}: gradients may never fall below {run.floor:.2g}."
-    return (Note("clipping-floor", f"{held} Raise max_norm or the batch size."),)
+    text = (
+        f"Noise is above max_norm {run.max_norm:.3g}: gradients may never fall below {run.floor:.2g}. "
+        "Raise max_norm or the batch size."
+    )
+    return (Note("clipping-floor", text),)
 
 
 def verdict_on_settings(best: Setting, settings: Sequence[Setting], following: float | None) -> str:
     """Which of several settings to take, and what to try before settling."""
-    further = f"; try {rate_name(best.outcome.scheduled)} {following:.3g} next" if following else ""
+    further = ""
+    if following:
+        further = f"; try {rate_name(best.outcome.scheduled)} {following:.3g} next"
     return f"TAKE {setting_name(best.outcome)}: best of {len(settings)} settings{further}."
 
 

@@ -50,8 +50,8 @@ class Outcome:
     peak_rise: float  # likewise of the highest
     stood_still: bool  # no fall that noise does not explain, though steps lowered their own batches enough
     noise: float  # standard deviation of a row's loss about its neighbours, were it normal
-    lost_at: int | None  # first measured step, counted from one, whose loss or gradient is not finite
-    sound_until: int  # last measured step before it; 0 if there is none
+    nonfinite_at: int | None  # first measured step, counted from one, whose loss or gradient is not finite
+    finite_until: int  # last measured step before it; 0 if there is none
     num_rows: int  # measured
     failure: str  # why the first measurement failed that did; empty if none did
     kappa: float  # change of the gradient over a step over its norm, median of late steps near the peak lr
@@ -127,8 +127,8 @@ def _loss_curve(trace: Trace) -> dict[str, Any]:
         "peak_rise": (highest - first) / scale,
         "stood_still": _promised_fall(trace) > clear and not fell,
         "noise": noise,
-        "lost_at": int(step[lost[0]]) + 1 if len(lost) else None,
-        "sound_until": int(np.max(sound, initial=-1)) + 1,
+        "nonfinite_at": int(step[lost[0]]) + 1 if len(lost) else None,
+        "finite_until": int(np.max(sound, initial=-1)) + 1,
     }
 
 

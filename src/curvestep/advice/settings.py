@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from curvestep.advice.decision import CANNOT_TELL, DIVERGED, DOWN, NEXT, SAME, STUCK, Condition, decide
+from curvestep.advice.decision import CANNOT_TELL, DIVERGED, DOWN, LR_FACTOR, SAME, STUCK, Condition, decide
 from curvestep.advice.outcome import Outcome, outcome_of
 from curvestep.trace.history import difference_of, end_of_run, ends_finite, header_number, task_facts
 from curvestep.trace.run import RUNNING as RUN_GOES_ON, read_status
@@ -229,10 +229,10 @@ def next_lr(best: Setting, settings: Sequence[Setting]) -> float | None:
     place = rates.index(lr)
     beside = [rates[max(place - 1, 0)], rates[min(place + 1, len(rates) - 1)]]
     far = max(beside, key=lambda rate: abs(math.log(rate / lr)))
-    if not NEXT**-3 < far / lr < NEXT**3:
+    if not LR_FACTOR**-3 < far / lr < LR_FACTOR**3:
         return math.sqrt(lr * far)
     if lr == rates[0]:
-        return lr / NEXT
+        return lr / LR_FACTOR
     if lr == rates[-1] and not best.got_nowhere:
-        return lr * NEXT
+        return lr * LR_FACTOR
     return None

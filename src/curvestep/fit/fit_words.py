@@ -54,7 +54,7 @@ def within_words(within: Within) -> str:
     """The answer of the test inside steps, in a sentence or two."""
     if within.doubt is not None:
         return f"Inside steps: cannot tell. {within.doubt}"
-    said = {
+    answer = {
         "grows": "sharpness grows with the gradient norm",
         "does-not-grow": "sharpness does not grow with the gradient norm",
         "not-shown": "no growth of sharpness with the gradient norm is shown",
@@ -63,15 +63,15 @@ def within_words(within: Within) -> str:
         f"{_size(within)}, shuffled steps show {_rounded(within.zero)}, p {within.p_value:.1g}, "
         f"{within.num_rows} rows"
     )
-    return f"Inside steps: {said} ({numbers})."
+    return f"Inside steps: {answer} ({numbers})."
 
 
 def _size(within: Within) -> str:
     """The elasticity and its interval, where its size is known."""
     if not within.size_known:
         return "elasticity of unknown size"
-    low, high = map(_rounded, within.elasticity_interval)
-    return f"elasticity {_rounded(within.elasticity)} [{low}, {high}]"
+    low, high = within.elasticity_interval
+    return f"elasticity {_rounded(within.elasticity)} [{_rounded(low)}, {_rounded(high)}]"
 
 
 def _rounded(number: float) -> str:
@@ -105,13 +105,15 @@ def _inside(within: Within) -> str:
 
 
 def _along(fit: SmoothnessFit) -> str:
-    said = f"rank correlation {fit.spearman:.2f} {span(fit.spearman_interval)}"
-    said += f", exponent {fit.exponent:.2f} {span(fit.exponent_interval)}"
+    rank = f"rank correlation {fit.spearman:.2f} {span(fit.spearman_interval)}"
+    exponent = f"exponent {fit.exponent:.2f} {span(fit.exponent_interval)}"
     if fit.control is None:
-        return said
+        return f"{rank}, {exponent}"
     verdict = "no evidence" if fit.explained else "both are more"
-    ranks, exponents = fit.control.spearman_interval[1], fit.control.exponent_interval[1]
-    return f"{said}; constant curvature shows up to {ranks:.2f} and {exponents:.2f}: {verdict}"
+    top_rank = fit.control.spearman_interval[1]
+    top_exponent = fit.control.exponent_interval[1]
+    control = f"constant curvature shows up to {top_rank:.2f} and {top_exponent:.2f}: {verdict}"
+    return f"{rank}, {exponent}; {control}"
 
 
 def _law(fit: SmoothnessFit) -> str:
@@ -124,8 +126,8 @@ def _law(fit: SmoothnessFit) -> str:
 
 def _reliable(warnings: tuple[Note, ...]) -> str:
     """Kinds of the warnings; what the first line says already is left out."""
-    told = [warning.kind.replace("-", " ") for warning in warnings if warning.kind != "inside-steps"]
-    return f"with care: {', '.join(told)}" if told else "no warning"
+    kinds = [warning.kind.replace("-", " ") for warning in warnings if warning.kind != "inside-steps"]
+    return f"with care: {', '.join(kinds)}" if kinds else "no warning"
 
 
 def _estimate(value: float, interval: tuple[float, float]) -> str:
