@@ -25,7 +25,7 @@ FRACTIONS = np.array([1 / 6, 0.5, 1.0])
 
 
 def write_trace(path: Path, num_rows: int) -> None:
-    """A run of clipped descent whose sharpness grows with the gradient norm, between rows and inside steps."""
+    """A clipped run whose sharpness grows with the gradient norm, between rows and inside steps."""
     rng = np.random.default_rng(0)
     norms = np.exp(0.5 * rng.standard_normal(num_rows))
     scatter = np.exp(0.3 * rng.standard_normal(num_rows))
