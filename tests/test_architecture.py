@@ -8,11 +8,11 @@ import pytest
 
 PACKAGE = Path(__file__).parents[1] / "src" / "curvestep"
 MOST_MODULES = 14  # in a folder
-MIRRORED = {"SmoothnessCallback"}  # the same callback for two frameworks
+MIRRORED = {"SmoothnessCallback", "ClipCallback"}  # the same callbacks for two frameworks
 
 # What each room may use, folders two deep, as docs/architecture.md says. A room may always use itself; the
 # helpers at the root may be used by all.
-HELPERS = {"checks", "files", "notes", "optimizer_family", "report.markup"}
+HELPERS = {"checks", "files", "notes", "optimizer_family", "parameter_names", "report.markup"}
 THEORY = {"theory", *(f"theory.{n}" for n in ("problems", "inequalities", "rules", "theorems", "complexity"))}
 LIBRARY = {
     "steps",
@@ -38,6 +38,7 @@ USES = {
     "files": set(),
     "notes": set(),
     "optimizer_family": set(),
+    "parameter_names": set(),
     "steps": set(),
     "clip_rules": set(),
     "bracket": {"steps", "tensors"},

@@ -29,6 +29,7 @@ from curvestep.autopsy.rewind import check_unmoved, go_back
 from curvestep.autopsy.surroundings import Surroundings
 from curvestep.checks import check_count
 from curvestep.optimizer_family import check_optimizer, parameters_of
+from curvestep.parameter_names import remember_names
 from curvestep.smoothness.observer import ObservedStep, Pass, trains_any
 from curvestep.smoothness.replay import trainable_parameters
 from curvestep.smoothness.snapshot import PassState
@@ -144,6 +145,7 @@ class Autopsy:
                     "What steps along with the optimizer must have `state_dict()` and `load_state_dict()`, "
                     f"got a {type(one).__name__}."
                 )
+        remember_names(self.model)
         self._optimizer = inner
         self._stateful = stateful
         before = inner.register_step_pre_hook(self._before_step)

@@ -35,6 +35,7 @@ from curvestep.integrations.reporting import (
     schedule_kind,
     warn_if_clipped_twice,
 )
+from curvestep.integrations.step_norms import ClipReport
 from curvestep.loaders import Readable, unmoved
 from curvestep.smoothness.observer import ClipsItself, batch_length
 from curvestep.smoothness.snapshot import restore_on_exit
@@ -44,6 +45,7 @@ require("lightning", "2.5", "lightning")
 
 from lightning.pytorch import Callback, LightningModule, Trainer  # noqa: E402
 from lightning.pytorch.utilities import CombinedLoader  # noqa: E402
+from lightning.pytorch.utilities.model_helpers import is_overridden  # noqa: E402
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature  # noqa: E402
 from lightning.pytorch.utilities.types import STEP_OUTPUT  # noqa: E402
 from lightning_utilities.core.rank_zero import rank_zero_info, rank_zero_warn  # noqa: E402
@@ -148,6 +150,62 @@ class SmoothnessCallback(StepMeasurement, Callback):
             )
 
         return step
+
+
+class ClipCallback(ClipReport, Callback):
+    """Sends what clipping does to the Trainer's loggers: no replays, and training stays bit for bit.
+
+    Every ``log_every_n_steps`` steps they get ``curvestep/grad_norm`` before clipping, the ``coefficient``
+    that the gradient was multiplied by, the ``clipped_fraction`` of the last 100 steps, and
+    ``curvestep/grad_norm/NAME`` of the largest layers. Who clips does not matter: ``gradient_clip_val``,
+    ``cs.clip``, or an optimizer of ours. If the Trainer and the optimizer both clip, a warning says so. Of
+    several optimizers each has its own numbers, as ``curvestep/optimizer 1/grad_norm``.
+
+    Args:
+        layers: How many of the largest layers are named, by the norm of their gradient before clipping.
+    """
+
+    _last_step = -1
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        """Look at the optimizers' steps; warn where the Trainer clips before an optimizer that clips too."""
+        optimizers = [o for o in trainer.optimizers if type(o).__name__ != "_MockOptimizer"]
+        self._watch(pl_module, optimizers, looks_in_step=False)
+        is_own = is_overridden("configure_gradient_clipping", pl_module)
+        is_by_value = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm == "value"
+        for watched in self._watched:
+            watched.measures_clipping = is_own or is_by_value
+        self._last_step = trainer.global_step
+        if trainer.gradient_clip_val:
+            setting = f"Trainer(gradient_clip_val={trainer.gradient_clip_val:g})"
+            for optimizer in optimizers:
+                warn_if_clipped_twice(optimizer, setting, "Leave gradient_clip_val out.")
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Look at the gradients: they are complete here, and not yet clipped."""
+        watched = self._watcher_of(optimizer)
+        if watched is None:
+            return
+        scaler = getattr(trainer.precision_plugin, "scaler", None)
+        unscales = getattr(optimizer, "_step_supports_amp_scaling", False)
+        watched.look(scaler.get_scale() if scaler is not None and unscales else 1.0)
+        if trainer.gradient_clip_val and not watched.measures_clipping:
+            watched.expect_clipping(trainer.gradient_clip_val)
+
+    def on_train_batch_end(self, trainer: Trainer, *_: object, **__: object) -> None:
+        """Write to the loggers."""
+        step = trainer.global_step
+        if step != self._last_step and step % trainer.log_every_n_steps == 0:
+            self._last_step = step
+            numbers = self._numbers()
+            if numbers:
+                _to_loggers(trainer, numbers)
+
+    def teardown(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:
+        """Take the hooks away."""
+        self._close()
 
 
 def record(pl_module: LightningModule, loss_fn: Callable[[], Tensor], weight: float = 1.0) -> Tensor:

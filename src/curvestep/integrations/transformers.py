@@ -14,6 +14,7 @@ from __future__ import annotations
 import copy
 import inspect
 import json
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -37,11 +38,13 @@ from curvestep.integrations.reporting import (
     schedule_kind,
     warn_if_clipped_twice,
 )
+from curvestep.integrations.step_norms import ClipReport
 from curvestep.loaders import Readable, unmoved
 from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.observer import ClipsItself
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.snapshot import restore_on_exit
+from curvestep.tensors.distributed import whole
 
 require("transformers", "4.57", "transformers")
 require("accelerate", "1.1", "transformers")
@@ -140,15 +143,82 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
         return loss
 
     def _report(self, numbers: dict[str, float]) -> None:
-        """To the callbacks that do not print: one more call of ``trainer.log`` would empty TRL's metrics."""
-        trainer = self._trainer
-        handler = trainer.callback_handler
-        callbacks = handler.callbacks
-        handler.callbacks = [c for c in callbacks if not isinstance(c, PRINTERS)]
-        try:
-            handler.call_event("on_log", trainer.args, trainer.state, trainer.control, logs=dict(numbers))
-        finally:
-            handler.callbacks = callbacks
+        _to_callbacks(self._trainer, numbers)
+
+
+class ClipCallback(ClipReport, TrainerCallback):
+    """Sends what clipping does to whatever ``report_to`` names; training stays bit for bit.
+
+    At every logging step it gets ``curvestep/grad_norm`` before clipping, the ``coefficient`` that the
+    gradient was multiplied by, the ``clipped_fraction`` of the last 100 steps, and
+    ``curvestep/grad_norm/NAME`` of the largest layers. No gradient is computed again. Who clips does not
+    matter: ``max_grad_norm``, ``cs.clip``, or an optimizer of ours. If the Trainer and the optimizer both
+    clip, a warning says so. DeepSpeed, which clips out of sight, is not supported.
+
+    Args:
+        layers: How many of the largest layers are named, by the norm of their gradient before clipping.
+    """
+
+    _trainer: Trainer  # once it is attached
+    _undo: Callable[[], object] | None = None
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Look at the optimizer's steps; warn where the Trainer clips before an optimizer that clips too."""
+        trainer = _calling_trainer()
+        self._trainer = trainer
+        self._detach()
+        if trainer.is_deepspeed_enabled:
+            raise NotImplementedError("ClipCallback cannot see how DeepSpeed clips. Use its own logs.")
+        assert trainer.model is not None
+        optimizer = check_optimizer(kwargs["optimizer"])
+        self._watch(trainer.model, [optimizer])
+        if args.max_grad_norm:
+            setting = f"TrainingArguments(max_grad_norm={args.max_grad_norm:g})"
+            warn_if_clipped_twice(optimizer, setting, "Set max_grad_norm=0.")
+        # No event comes between the gradients and their clipping, so the function that clips is listened to.
+        own = vars(trainer.accelerator)
+        clip = trainer.accelerator.clip_grad_norm_
+
+        def listening(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+            norm = clip(parameters, max_norm, norm_type)
+            if norm_type == 2 and max_norm < math.inf and isinstance(norm, Tensor):
+                self._watched[0].expect_clipping(max_norm, whole(norm).detach())
+            return norm
+
+        own["clip_grad_norm_"] = listening
+        self._undo = partial(own.pop, "clip_grad_norm_", None)
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
+    ) -> None:
+        """Write to the loggers where the Trainer is about to do so."""
+        if control.should_log:
+            numbers = self._numbers()
+            if numbers:
+                _to_callbacks(self._trainer, numbers)
+
+    def on_train_end(self, *_: object, **__: object) -> None:
+        """Take the hooks away."""
+        self._detach()
+
+    def _detach(self) -> None:
+        self._close()
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+
+def _to_callbacks(trainer: Trainer, numbers: dict[str, float]) -> None:
+    """To the callbacks that do not print: one more call of ``trainer.log`` would empty TRL's metrics."""
+    handler = trainer.callback_handler
+    callbacks = handler.callbacks
+    handler.callbacks = [c for c in callbacks if not isinstance(c, PRINTERS)]
+    try:
+        handler.call_event("on_log", trainer.args, trainer.state, trainer.control, logs=dict(numbers))
+    finally:
+        handler.callbacks = callbacks
 
 
 def calibrate(

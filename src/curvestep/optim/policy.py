@@ -18,6 +18,7 @@ from curvestep.checks import check_choice, check_positive
 from curvestep.clip_rules import ClipRule, Quantity
 from curvestep.optim.counters import Limit
 from curvestep.optim.pieces import Pieces, pieces_of
+from curvestep.parameter_names import name_of
 from curvestep.tensors.kernel import View
 from curvestep.tensors.vectors import global_norm, host_norm, is_readable
 
@@ -203,10 +204,12 @@ def clipped_norms(
 
 
 def _named(groups: list[Group]) -> Iterator[tuple[str, Tensor]]:
-    """The parameters with their names, or with numbers where they were given without."""
+    """The parameters with their names: those given, else those of a model that is known, else numbers."""
     for number, group in enumerate(groups):
-        numbered = [f"parameter {i} of group {number}" for i in range(len(group["params"]))]
-        yield from zip(group.get("param_names", numbered), group["params"], strict=True)
+        names = group.get("param_names")
+        if names is None:
+            names = [name_of(p, f"parameter {i} of group {number}") for i, p in enumerate(group["params"])]
+        yield from zip(names, group["params"], strict=True)
 
 
 def nonfinite_gradient(groups: list[Group]) -> str:

@@ -23,6 +23,7 @@ from torch.utils.hooks import RemovableHandle
 
 from curvestep.checks import check_choice, check_count, check_positive
 from curvestep.optimizer_family import check_optimizer
+from curvestep.parameter_names import remember_names
 from curvestep.smoothness.determinism import NonDeterministicError
 from curvestep.smoothness.estimators import check_estimators
 from curvestep.smoothness.measurement import layer_groups
@@ -121,6 +122,7 @@ class SmoothnessProbe:
             check_count("num_steps", num_steps)
         self.on_error = check_choice("on_error", on_error, ("mark", "raise", "off"))
         replay = Replay(model, no_closure)
+        remember_names(model)
         self.model = model
         self.num_steps = num_steps
         self.parameters = replay.parameters
