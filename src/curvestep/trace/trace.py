@@ -154,7 +154,7 @@ class Trace:
         self.close()
 
     def __len__(self) -> int:
-        return len(self._rows)
+        return len(self._steps)
 
     def __getitem__(self, index: int) -> Row:
         if not -len(self) <= index < len(self):
