@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from curvestep.fit.samples import evenly_spaced, usable_samples
-from curvestep.trace.clipping import clip_norms
+from curvestep.trace.columns import clip_norms
 from curvestep.trace.history import typical
 from curvestep.trace.trace import Trace
 from tests.fit.traces import make_trace

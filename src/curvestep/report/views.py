@@ -21,7 +21,7 @@ from curvestep.files import read_rows
 from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.notes import Note
 from curvestep.report.results import columns_of, common_threshold, finite, thinned
-from curvestep.trace.clipping import clip_norms
+from curvestep.trace.columns import clip_norms
 from curvestep.trace.history import clipped_share, end_of_run, lr_of_run
 from curvestep.trace.run import METRICS, TRACE, Fields, Run
 from curvestep.trace.schema import NONFINITE

@@ -22,10 +22,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from curvestep.checks import check_choice
-from curvestep.files import RowFile, dump_row, end_of_last_row, load_row, read_lines
+from curvestep.files import PackedRows, RowFile, dump_row, end_of_last_row, load_row, read_lines
 from curvestep.report.markup import html_table
-from curvestep.trace.clipping import CLIP_COLUMNS, clip_norms
-from curvestep.trace.rows import PackedRows, columns_of, is_exact, is_list
+from curvestep.trace.columns import CLIP_COLUMNS, clip_norms, columns_of, is_exact, is_list
 from curvestep.trace.schema import FAILED, FIELDS, OK, Row
 
 if TYPE_CHECKING:
@@ -233,7 +232,7 @@ class Trace:
 
     @property
     def clip_norm(self) -> np.ndarray:
-        """The gradient norm at which each step was clipped, as ``clipping.clip_norms`` has it."""
+        """The gradient norm at which each step was clipped, as ``columns.clip_norms`` has it."""
         if self._read_clip_norm is None:
             columns = {name: self.column(name) for name in (*CLIP_COLUMNS, "optimizer")}
             if not any(columns["optimizer"]):  # older rows leave it to the header

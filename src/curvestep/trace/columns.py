@@ -1,65 +1,20 @@
-"""Rows as they came, packed in memory, and the columns that are read from them."""
+"""The columns of rows as arrays, and where steps were clipped, from the columns."""
 
 from __future__ import annotations
 
 import math
 import sys
-import zlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, TypeGuard
 
 import numpy as np
+from numpy.typing import ArrayLike
 
-from curvestep.files import load_row
+from curvestep.optimizer_family import family_of
+from curvestep.steps import is_clipped
 from curvestep.trace.schema import FIELDS, Row
 
-BLOCK = 64  # rows that are compressed together, to about a quarter
-
-
-class PackedRows:
-    """Rows as the lines of JSON that a file holds; full blocks of them are compressed.
-
-    Example:
-        >>> rows = PackedRows()
-        >>> for step in range(100):
-        ...     rows.append(b'{"step": %d}' % step)
-        >>> len(rows), rows[70], next(rows.lines())
-        (100, {'step': 70}, b'{"step": 0}')
-    """
-
-    def __init__(self) -> None:
-        self._blocks: list[bytes] = []
-        self._recent: list[bytes] = []  # less than a block
-
-    def append(self, line: bytes) -> None:
-        """Add a row by its line, with or without the end of the line."""
-        self._recent.append(line.rstrip(b"\n"))
-        if len(self._recent) == BLOCK:
-            self._blocks.append(zlib.compress(b"\n".join(self._recent), level=1))
-            self._recent = []
-
-    def __len__(self) -> int:
-        return BLOCK * len(self._blocks) + len(self._recent)
-
-    def __getitem__(self, index: int) -> Row:
-        block, place = divmod(index, BLOCK)
-        row, _ = load_row(self._lines_of(block)[place])
-        return row
-
-    def __iter__(self) -> Iterator[Row]:
-        for line in self.lines():
-            row, _ = load_row(line)
-            yield row
-
-    def lines(self) -> Iterator[bytes]:
-        """Every line, without its end."""
-        for block in range(len(self._blocks) + 1):
-            yield from self._lines_of(block)
-
-    def _lines_of(self, block: int) -> list[bytes]:
-        if block == len(self._blocks):
-            return self._recent
-        return zlib.decompress(self._blocks[block]).split(b"\n")
+CLIP_COLUMNS = ("clipped", "coefficient", "grad_norm", "step_norm", "lr", "max_norm")
 
 
 def columns_of(rows: Iterable[Row], num: int, fractions: Sequence[float]) -> dict[str, np.ndarray]:
@@ -175,3 +130,50 @@ def is_list(value: object) -> TypeGuard[list[float]]:
 def is_log(value: object) -> bool:
     """Whether a value is a list of objects that name their steps."""
     return type(value) is list and all(type(v) is dict and is_exact(v.get("step")) for v in value)
+
+
+def clip_norms(columns: Mapping[str, ArrayLike]) -> np.ndarray:
+    r"""The gradient norm at which each step was clipped: inf where it was not, NaN where that is unknown.
+
+    Rows say whether a step was ``clipped``. Of rows that do not, the ``coefficient`` tells, and without it,
+    but for Adam, a step shorter than lr·‖g‖. The threshold is the ``max_norm`` of the row where it has one,
+    else coefficient times gradient norm, or step length over lr.
+
+    Args:
+        columns: Columns of a trace, of which any may be missing and any number NaN: ``clipped``,
+            ``coefficient``, ``grad_norm``, ``step_norm``, ``lr``, ``max_norm`` and ``optimizer``.
+
+    Example:
+        >>> clip_norms({"coefficient": [0.5, 1.0], "grad_norm": 4.0})
+        array([ 2., inf])
+        >>> clip_norms({"grad_norm": 4.0, "step_norm": [1, np.nan], "lr": 0.5})
+        array([ 2., nan])
+        >>> clip_norms({"clipped": [False, True], "coefficient": 0.5, "grad_norm": 4.0})
+        array([inf,  2.])
+        >>> clip_norms({"clipped": True, "coefficient": 0.25, "grad_norm": 4.0, "max_norm": 3.0})
+        array(3.)
+    """
+    numbers = [np.asarray(columns.get(name, math.nan), dtype=float) for name in CLIP_COLUMNS]
+    flag, coefficient, g, length, lr, max_norm = np.broadcast_arrays(*numbers)
+    optimizer = columns.get("optimizer", "")
+    # Adam's steps do not grow with the gradient: their length tells nothing.
+    has_length = np.isfinite(length * lr) & ~_is_adaptive(optimizer)
+    has_coefficient = np.isfinite(coefficient)
+    # Older rows have no `max_norm`. Normalized descent multiplied by offset / (norm + offset) in them.
+    normalized = np.asarray(optimizer, dtype=object) == "NormalizedSGD"
+    edge = np.where(normalized, 0.5, 1.0)
+    with np.errstate(invalid="ignore", divide="ignore"):
+        by_coefficient = coefficient * g / np.where(normalized, 1 - coefficient, 1.0)
+        threshold = np.where(has_coefficient, by_coefficient, length / lr)
+        is_shorter = length < (1 - 1e-3) * (lr * g)
+    threshold = np.where(np.isfinite(max_norm), max_norm, threshold)
+    inferred = np.where(has_coefficient, is_clipped(coefficient, edge=edge), is_shorter)
+    clipped = np.where(np.isfinite(flag), flag != 0, inferred)
+    known = np.isfinite(flag) | has_coefficient | has_length
+    return np.where(known, np.where(clipped, threshold, math.inf), math.nan)
+
+
+def _is_adaptive(optimizer: ArrayLike) -> np.ndarray:
+    names = np.asarray(optimizer, dtype=object)
+    adaptive = {name: family_of(name).is_adaptive for name in set(names.flat)}
+    return np.array([adaptive[name] for name in names.flat], dtype=bool).reshape(names.shape)
