@@ -52,7 +52,9 @@ from curvestep_reproduction.claims.claims import (
     summary,
     table,
     tally,
+    what_decided,
 )
+from curvestep_reproduction.claims.errata import errata_list
 from curvestep_reproduction.claims.statements import STATEMENTS, make_claims
 from curvestep_reproduction.claims.statistics import (
     as_correlation,
@@ -70,7 +72,9 @@ from curvestep_reproduction.training.run_folder import CHECKPOINT, TrainedRun, h
 DOCS = Path(__file__).parents[1] / "docs"
 IMAGES = DOCS / "results" / "images"
 AS_PNG = ("epoch-fig2",)  # pictures that the package index shows, too
-NUMBERS, CHANGES = "results/claims.md", "results/verdicts.md"
+NUMBERS = "results/claims.md"
+CHANGES = "results/verdicts.md"
+ERRATA_PAGE = "results/errata.md"
 
 
 @dataclass(frozen=True)
@@ -244,7 +248,9 @@ def draw_pictures(page: Page, kept: KeptRuns) -> str:
     return "\n\n".join(shown)
 
 
-def claims_parts(by_scale: Mapping[str, Sequence[Claim]]) -> dict[str, dict[str, str]]:
+def claims_parts(
+    by_scale: Mapping[str, Sequence[Claim]], kept: Mapping[str, KeptRuns]
+) -> dict[str, dict[str, str]]:
     """What the pages about claims say, by page and part."""
     claims = decided(by_scale)
     numbers = numbers_behind(claims).removeprefix("## Numbers behind the claims").lstrip()
@@ -254,26 +260,45 @@ def claims_parts(by_scale: Mapping[str, Sequence[Claim]]) -> dict[str, dict[str,
             "summary": summary(claims),
             "claims": claims_tables(claims, link=NUMBERS),
         },
-        "report.md": {"found": tally(claims), "results": results_table(claims)},
+        "report.md": {
+            "found": f"{tally(claims)} {what_decided(claims)}",
+            "results": results_table(claims),
+            "compute": compute_table(kept),
+        },
         NUMBERS: {"numbers": numbers},
         CHANGES: {"changed": changes_table(claims)},
+        ERRATA_PAGE: {"errata": errata_list()},
     }
 
 
 def results_table(claims: Sequence[Claim]) -> str:
     """Every claim of the paper, what was found, and the command that makes its runs anew, for the report."""
-    head = ["claim", "what we found", "verdict", "command"]
+    head = ["claim", "what decides it shows", "verdict", "the nearest other scale shows", "command"]
     lines = [head, ["---"] * len(head)]
     figures = {statement.name: statement.figures for statement in STATEMENTS}
     for claim in claims:
         if claim.kind != PAPER:
             continue
-        chosen = " ".join(figures[claim.name])
-        command = f"`curvestep reproduce {chosen}`" if chosen else "`make reproduce`"
+        command = " ".join(["curvestep reproduce", *figures[claim.name]])
         if claim.scale:
-            command = f"`curvestep reproduce {chosen} --scale {claim.scale}`"
+            command += f" --scale {claim.scale}"
         verdict = f"{claim.verdict}, one seed" if claim.note == "one seed" else claim.verdict
-        lines.append([f"[{claim.source}]({NUMBERS}#{claim.name})", claim.sentence, verdict, command])
+        nearest = [f"`{scale}`: {sentence}" for scale, sentence in claim.beside.items()][-1:]
+        source = f"[{claim.source}]({NUMBERS}#{claim.name})"
+        lines.append([source, claim.sentence, verdict, "".join(nearest), f"`{command}`"])
+    return table(lines)
+
+
+def compute_table(kept: Mapping[str, KeptRuns]) -> str:
+    """Runs and core-hours of every scale: kept, as measured, and planned, as estimated."""
+    lines = [["scale", "kept runs", "core-hours, measured", "planned runs", "core-hours, estimated"]]
+    lines.append(["---"] * len(lines[0]))
+    for scale, found in kept.items():
+        runs = found.results.runs
+        planned = found.results.plan.runs
+        measured = sum(run.status["seconds"] for run in runs) / 3600
+        estimated = sum(run.cost for run in planned) / 3600
+        lines.append([f"`{scale}`", str(len(runs)), f"{measured:.1f}", str(len(planned)), f"{estimated:.3g}"])
     return table(lines)
 
 
@@ -282,10 +307,10 @@ def larger(by_scale: Mapping[str, Sequence[Claim]]) -> dict[str, list[dict[str, 
     return {scale: [asdict(claim) for claim in rows] for scale, rows in by_scale.items() if scale != "laptop"}
 
 
-def write_claims_pages(by_scale: Mapping[str, Sequence[Claim]]) -> None:
+def write_claims_pages(by_scale: Mapping[str, Sequence[Claim]], kept: Mapping[str, KeptRuns]) -> None:
     """The table of claims over all scales, the pages about them, and the package's copy."""
     write_json(KEPT_CLAIMS, larger(by_scale))
-    for name, parts in claims_parts(by_scale).items():
+    for name, parts in claims_parts(by_scale, kept).items():
         fill(DOCS / name, **parts)
     with tempfile.TemporaryDirectory() as folder:
         _, svg = save(claims_grid(by_scale), Path(folder) / "claims")
@@ -312,35 +337,38 @@ def main(arguments: Iterable[str] | None = None) -> int:
         return 0
     claims: dict[str, list[Claim]] = {}
     loaded: dict[str, Results] = {}
+    kept: dict[str, KeptRuns] = {}
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for page in PAGES:
             if not given["check"]:
                 take_over(page, given, parser)
-            kept = load_page(page, Path(folder) / page.scale)
-            loaded[page.scale] = kept.results
-            kept.results.at = loaded
-            claims[page.scale] = make_claims(kept.results, trained=page.scale != "laptop")
+            found = load_page(page, Path(folder) / page.scale)
+            kept[page.scale] = found
+            loaded[page.scale] = found.results
+            found.results.at = loaded
+            claims[page.scale] = make_claims(found.results, trained=page.scale != "laptop")
             file = DOCS / "results" / f"{page.name}.md"
-            lines += kept.damaged
+            lines += found.damaged
             if given["check"]:
-                lines += disagreeing(file, **tables_of(kept))
+                lines += disagreeing(file, **tables_of(found))
             else:
-                fill(file, **tables_of(kept), figures=draw_pictures(page, kept))
+                fill(file, **tables_of(found), figures=draw_pictures(page, found))
                 print(f"{page.name}: drawn anew")
     if given["check"]:
-        lines += pages_that_disagree(claims)
+        lines += pages_that_disagree(claims, kept)
         print("\n".join([tally(decided(claims)), *(lines or ["Every page agrees with its kept runs."])]))
         return int(bool(lines))
-    write_claims_pages(claims)
-    print("\n".join(lines))
+    write_claims_pages(claims, kept)
+    for line in lines:
+        print(line)
     return 0
 
 
-def pages_that_disagree(by_scale: Mapping[str, Sequence[Claim]]) -> list[str]:
+def pages_that_disagree(by_scale: Mapping[str, Sequence[Claim]], kept: Mapping[str, KeptRuns]) -> list[str]:
     """A line for each part of the pages about claims, or the package's copy, that is not as judged now."""
     lines = []
-    for name, parts in claims_parts(by_scale).items():
+    for name, parts in claims_parts(by_scale, kept).items():
         lines += disagreeing(DOCS / name, **parts)
     if read_json(KEPT_CLAIMS) != load_json(dump_json(larger(by_scale))):
         lines.append(f"{KEPT_CLAIMS.name} of the package disagrees with the kept runs")

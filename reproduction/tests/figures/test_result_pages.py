@@ -29,9 +29,10 @@ def script(tmp_path, monkeypatch):
     for name in ("reproduction", "longer", "epoch", "paper"):
         (tmp_path / "docs" / "results" / f"{name}.md").write_text(marks("found", "runs", "figures"))
     (tmp_path / "docs" / "reproduction.md").write_text(marks("found", "summary", "claims"))
-    (tmp_path / "docs" / "report.md").write_text(marks("found", "results"))
+    (tmp_path / "docs" / "report.md").write_text(marks("found", "results", "compute"))
     (tmp_path / "docs" / "results" / "claims.md").write_text(marks("numbers"))
     (tmp_path / "docs" / "results" / "verdicts.md").write_text(marks("changed"))
+    (tmp_path / "docs" / "results" / "errata.md").write_text(marks("errata"))
     monkeypatch.setattr(module, "DOCS", tmp_path / "docs")
     monkeypatch.setattr(module, "IMAGES", tmp_path / "docs" / "results" / "images")
     monkeypatch.setattr(module, "KEPT", tmp_path / "kept")

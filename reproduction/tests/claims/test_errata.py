@@ -1,0 +1,15 @@
+"""Each erratum of the paper: its counterexample contradicts what is printed, its correction holds."""
+
+import pytest
+
+from curvestep_reproduction.claims.errata import ERRATA
+
+
+@pytest.mark.parametrize("erratum", ERRATA, ids=lambda erratum: erratum.name)
+def test_the_counterexample_contradicts_the_paper_and_the_correction_holds(erratum):
+    assert erratum.counterexample().holds
+    assert erratum.certificate().holds
+
+
+def test_errata_have_names_of_their_own():
+    assert len({erratum.name for erratum in ERRATA}) == len(ERRATA)
