@@ -84,6 +84,42 @@ def test_paths_folders_probes_and_fits_are_taken(tmp_path):
     assert advise(fit) == said
 
 
+def test_lists_and_folders_of_runs_are_taken(tmp_path):
+    low = trace_of(falling(last=0.9), path=tmp_path / "low" / "trace.jsonl")
+    high = trace_of(falling(), path=tmp_path / "high.jsonl", lr=0.3)
+    together = advise(low, high)
+    assert together.action == "take"
+    assert advise([low, high]) == advise([low, [high]]) == together
+    assert advise(tmp_path) == advise(high, low)
+    with pytest.raises(ValueError, match="at least one"):
+        advise([])
+
+
+def test_a_schedule_that_never_moves_is_named():
+    idle = trace_of(falling(), header={"peak_lr": 2.5})
+    assert [note.kind for note in advise(idle).warnings] == ["idle-schedule"]
+    for header in ({}, {"peak_lr": 0.1}, {"peak_lr": 0.15}):
+        assert advise(trace_of(falling(), header=header)).warnings == ()
+    moving = trace_of([], header={"peak_lr": 2.5})
+    for step, row in enumerate(trace_of(falling())):
+        moving.append({**row, "lr": 0.1 + 0.01 * step})
+    assert advise(moving).warnings == ()
+
+
+@pytest.mark.parametrize(("losses", "row", "highest"), [
+    ([1.62, None], {"status": "nonfinite"}, "not finite"),
+    ([*falling(12), math.inf], {}, "not finite"),
+    ([*falling(12), 1.0], {"loss_after": 1e9}, "1e+09"),
+    (falling(12), {}, "2"),
+])  # fmt: skip
+def test_the_highest_loss_counts_the_one_that_diverged(losses, row, highest):
+    trace = trace_of(losses[:-1])
+    last = dict(trace_of(losses[-1:])[0])
+    trace.append({**last, "step": 5 * len(losses), **row})
+    (loss,) = (note.text for note in advise(trace).reasons if note.kind == "loss")
+    assert loss.endswith(f"highest {highest}")
+
+
 def test_wrong_arguments_are_named():
     with pytest.raises(ValueError, match="`runs` must be at least one"):
         advise()

@@ -3,6 +3,7 @@ import math
 import numpy as np
 import pytest
 
+from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.samples import evenly_spaced, usable_samples
 from curvestep.trace.columns import clip_norms
 from curvestep.trace.history import typical
@@ -66,3 +67,44 @@ def test_evenly_spaced_rows_are_at_most_so_many(num):
     assert len(rows) <= 8
     assert len(rows) >= min(num, 4)
     assert len(set(np.diff(rows))) <= 1
+
+
+def layered(num=60):
+    """Rows of a model whose layer ``a/b`` has L0 1 and L1 2, other than the model itself."""
+    trace = Trace(header={"fractions": [0.5, 1.0]})
+    for step, g in enumerate(np.random.default_rng(0).lognormal(size=num)):
+        own = {"grad_norm": g, "step_norm": 0.1 * g, "smoothness": 1 + 2 * g}
+        whole = {
+            "grad_norm": 5.0 + step,
+            "smoothness": 3.0,
+            "kappa": 0.5,
+            "noise": 1.0,
+            "secants": [3.0, 3.0],
+        }
+        trace.append({"step": step, **whole, "lr": 0.1, "layers": {"a/b": own, "c": {"grad_norm": g}}})
+    return trace
+
+
+def test_samples_of_a_layer_have_its_own_norms_and_nothing_of_the_model():
+    samples = usable_samples(layered(), layer="a/b")
+    np.testing.assert_allclose(samples.smoothness, 1 + 2 * samples.grad_norm)
+    np.testing.assert_allclose(samples.kappa, samples.smoothness * 0.1)
+    assert np.isnan(samples.noise).all()
+    assert np.isnan(samples.secants).all()
+    assert samples.lr[0] == 0.1
+
+
+def test_a_layer_is_fitted_in_its_own_norm():
+    fit = fit_smoothness(layered(), layer="a/b")
+    assert (fit.L0, fit.L1) == (pytest.approx(1.0), pytest.approx(2.0))
+    assert (fit.layer, fit.within.missing.kind) == ("a/b", "one-layer")
+    assert "of layer a/b" in fit.details()
+
+
+def test_a_layer_that_was_not_measured_is_refused_with_the_names_of_the_others():
+    with pytest.raises(ValueError, match=r"Measured: a/b, c"):
+        usable_samples(layered(), layer="d")
+    with pytest.raises(ValueError, match="got 0 of 60"):
+        usable_samples(layered(), layer="c")
+    with pytest.raises(ValueError, match="No row has layers"):
+        usable_samples(make_trace(np.ones(20), np.ones(20)), layer="a")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import geometric_mean
@@ -15,7 +16,7 @@ from curvestep.advice.outcome import Outcome, outcome_of
 from curvestep.notes import Note
 from curvestep.report.markup import html_table
 from curvestep.trace.history import HasTrace, best_setting, check_trace
-from curvestep.trace.trace import Trace
+from curvestep.trace.trace import TRACE, Trace
 
 if TYPE_CHECKING:
     from curvestep.advice.settings import Setting
@@ -67,7 +68,7 @@ class Advice:
 Source = Trace | HasTrace | str | Path
 
 
-def advise(*runs: Source) -> Advice:
+def advise(*runs: Source | Sequence[Source]) -> Advice:
     """Say what to run next: the same learning rate, a larger or a smaller one, and why.
 
     From one run, by a table of conditions (:mod:`~curvestep.advice.decision`): it shows steps that were far
@@ -76,8 +77,9 @@ def advise(*runs: Source) -> Advice:
     try. A run that ended early, still runs or was trained in another way is named and decides nothing.
 
     Args:
-        runs: Probed runs, at least one: probes, traces, their files or run folders, or fits. Several must be
-            of one task, with one kind of optimizer and one batch size.
+        runs: Probed runs, at least one: probes, traces, their files or run folders, fits, folders that hold
+            several runs, or lists of these. Several must be of one task, with one kind of optimizer and one
+            batch size.
 
     Example:
         >>> trace = Trace()
@@ -86,14 +88,25 @@ def advise(*runs: Source) -> Advice:
         >>> print(advise(trace).verdict)
         RAISE lr 0.02 -> 0.12
     """
-    if not runs:
+    traces = [trace for run in runs for trace in _traces_of(run)]
+    if not traces:
         raise ValueError("`runs` must be at least one probe, trace, fit or path, got none.")
-    traces = [check_trace(run) for run in runs]
     used = [trace for trace in traces if len(trace)] or traces[:1]
     if len(used) == 1:
         outcome = outcome_of(used[0])
         return _from_run(outcome, decide(outcome))
     return _from_several(used)
+
+
+def _traces_of(run: Source | Sequence[Source]) -> list[Trace]:
+    """The trace of a run, or those of several."""
+    if isinstance(run, (list, tuple)):
+        return [trace for one in run for trace in _traces_of(one)]
+    if isinstance(run, (str, Path)) and Path(run).is_dir() and not (Path(run) / TRACE).exists():
+        from curvestep.trace.sources import traces_by_task  # of use to folders of runs only
+
+        return [trace for traces in traces_by_task([run]).values() for trace in traces]
+    return [check_trace(run)]  # pyright: ignore[reportArgumentType]  # no sequence is left
 
 
 def _from_run(run: Outcome, condition: Condition, lr: float | None = None) -> Advice:

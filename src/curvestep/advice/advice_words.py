@@ -78,7 +78,8 @@ def reasons_for(condition: Condition, run: Outcome) -> tuple[Note, ...]:
     notes = []
     if run.num_losses:
         ends = f"{run.first_loss:.3g} -> {run.last_loss:.3g}"
-        notes.append(Note("loss", f"in training {ends}, highest {run.highest_loss:.3g}"))
+        highest = "not finite" if math.isinf(run.highest_loss) else f"{run.highest_loss:.3g}"
+        notes.append(Note("loss", f"in training {ends}, highest {highest}"))
     if math.isfinite(run.kappa):
         notes.append(Note("steps", _steps(condition, run)))
     if run.start_factor > 0 and condition.action != KEEP:
@@ -118,14 +119,22 @@ def _clipping(run: Outcome) -> str:
 
 
 def warnings_about(run: Outcome) -> tuple[Note, ...]:
-    """Doubts about the answer; of Adam none, for which a threshold does nothing."""
-    if run.family.is_adaptive or not run.floor > run.max_norm / 2:
-        return ()
-    text = (
-        f"Noise is above max_norm {run.max_norm:.3g}: gradients may never fall below {run.floor:.2g}. "
-        "Raise max_norm or the batch size."
-    )
-    return (Note("clipping-floor", text),)
+    """Doubts about the answer."""
+    notes = []
+    if run.idle_peak > 0:
+        text = (
+            f"The schedule has a peak of {run.idle_peak:.3g}, but lr never moved from {run.lr:.3g}. "
+            "Is `scheduler.step()` called?"
+        )
+        notes.append(Note("idle-schedule", text))
+    # Under Adam a threshold does nothing.
+    if not run.family.is_adaptive and run.floor > run.max_norm / 2:
+        text = (
+            f"Noise is above max_norm {run.max_norm:.3g}: gradients may never fall below {run.floor:.2g}. "
+            "Raise max_norm or the batch size."
+        )
+        notes.append(Note("clipping-floor", text))
+    return tuple(notes)
 
 
 def verdict_on_settings(best: Setting, settings: Sequence[Setting], following: float | None) -> str:

@@ -22,7 +22,7 @@ from curvestep.trace.history import (
     threshold_name,
     typical,
 )
-from curvestep.trace.schema import FAILED, NONFINITE
+from curvestep.trace.schema import FAILED, LEAST_ROWS, NONFINITE
 from curvestep.trace.trace import Trace
 
 FEW_ROWS = 5  # that a mean is taken over at least, and that belong to the start at most
@@ -41,10 +41,11 @@ class Outcome:
     clipped: float  # share of the steps
     floor: float  # gradient norm below which clipping keeps noisy steps from getting, at worst
     in_eval_mode: bool
+    idle_peak: float = math.nan  # the schedule's, where lr stayed at less than half of it and never changed
     num_losses: int  # rows with a finite loss
     first_loss: float  # of the first row
     last_loss: float  # mean of the last tenth, five rows if the later half has them
-    highest_loss: float  # of all finite ones
+    highest_loss: float  # also after the last step; inf if one was not finite
     rise: float  # of the last loss above the first, in units of the first
     end_rise: float  # likewise of the last row's batch after its step, for which a run may have been ended
     peak_rise: float  # likewise of the highest
@@ -89,7 +90,17 @@ def _setting(trace: Trace) -> dict[str, Any]:
         "clipped": clipped,
         "floor": floor,
         "in_eval_mode": header.get("training_mode") is False,
+        "idle_peak": _idle_peak(trace),
     }
+
+
+def _idle_peak(trace: Trace) -> float:
+    """The peak of a schedule that never moved lr, from below it; NaN if there is none or it moved."""
+    rates = trace.column("lr")
+    peak = header_number(trace.header, "peak_lr", missing=math.nan)
+    if len(rates) >= LEAST_ROWS and finite_min(rates) == finite_max(rates) < peak / 2:
+        return peak
+    return math.nan
 
 
 def _floor_of_clipping(noise: float, max_norm: float) -> float:
@@ -108,28 +119,36 @@ def _loss_curve(trace: Trace) -> dict[str, Any]:
     num_averaged = max(FEW_ROWS, len(known) // 10)
     start = loss[known[:num_averaged]]
     end = loss[_later_half(known, step)[-num_averaged:]]
+    after = trace.column("loss_after")[-1:]
     first = finite_mean(start[:1])
     last = finite_mean(end)
     highest = float(np.max(loss[known], initial=-math.inf))
+    lost = _lost_rows(trace)
     scale = max(abs(first), 1e-300)
     noise = NORMAL_SPREAD * typical(np.abs(np.diff(loss[known])))
     clear = 2 * noise * math.sqrt(1 / max(1, len(start)) + 1 / max(1, len(end)))
     fell = finite_mean(start) - last > clear
-    lost = _lost_rows(trace)
     sound = step[: np.min(lost, initial=len(loss))]
     return {
         "num_losses": len(known),
         "first_loss": first,
         "last_loss": last,
-        "highest_loss": highest,
+        "highest_loss": _highest_met(highest, after, loss[lost]),
         "rise": (last - first) / scale,
-        "end_rise": (finite_mean(trace.column("loss_after")[-1:]) - first) / scale,
+        "end_rise": (finite_mean(after) - first) / scale,
         "peak_rise": (highest - first) / scale,
         "stood_still": _promised_fall(trace) > clear and not fell,
         "noise": noise,
         "nonfinite_at": int(step[lost[0]]) + 1 if len(lost) else None,
         "finite_until": int(np.max(sound, initial=-1)) + 1,
     }
+
+
+def _highest_met(highest: float, after: np.ndarray, lost: np.ndarray) -> float:
+    """The highest loss of rows and after the last step; inf if the loss was not finite where it was lost."""
+    if not np.isfinite(lost).all():
+        return math.inf
+    return float(np.fmax(highest, np.max(after[np.isfinite(after)], initial=-math.inf)))
 
 
 def _lost_rows(trace: Trace) -> np.ndarray:

@@ -74,6 +74,7 @@ class SmoothnessFit(Correlations):
     frontier_points: tuple[tuple[float, float], ...]
     warnings: tuple[Note, ...]
     samples: Samples = field(repr=False, compare=False)
+    layer: str = ""
     law: str = "affine"
     laws: LawComparison | None = None
 
@@ -127,7 +128,8 @@ class SmoothnessFit(Correlations):
     @property
     def _headline(self) -> str:
         rows = f"{self.num_points} rows, {self.num_skipped} skipped"
-        return f"(L0, L1) along this trajectory: {rows}, {self.estimator}"
+        of_layer = f" of layer {self.layer}" if self.layer else ""
+        return f"(L0, L1) along this trajectory: {rows}, {self.estimator}{of_layer}"
 
     def __str__(self) -> str:
         return words.fit_words(self)
@@ -185,6 +187,7 @@ def fit_smoothness(
     control: bool = True,
     law: str = "affine",
     loss_floor: float = 0.0,
+    layer: str = "",
 ) -> SmoothnessFit:
     r"""(L0, L1) of a measured run, with intervals, a control and warnings.
 
@@ -211,6 +214,8 @@ def fit_smoothness(
         law: ``"affine"`` (the paper's), ``"power"``, ``"loss"``, or ``"best"``: the one that best predicts
             held-out parts of the run (:mod:`curvestep.fit.laws`). L0 and L1 are always the affine law's.
         loss_floor: Least loss that can be reached, for the law of the loss.
+        layer: Name of a layer that the probe measured (``layers=True``): L0 and L1 relate its smoothness to
+            the norm of its own gradient. Empty for the whole model.
 
     Example:
         >>> rng = np.random.default_rng(0)
@@ -226,7 +231,7 @@ def fit_smoothness(
     check_share("quantile", quantile)
     check_share("level", level)
     check_choice("law", law, (*LAWS, "best"))
-    samples = usable_samples(trace, estimator=estimator)
+    samples = usable_samples(trace, estimator=estimator, layer=layer)
     fit = fit_samples(samples, quantile=quantile, level=level, control=control)
     if law == "affine":
         return fit
@@ -248,17 +253,7 @@ def fit_samples(samples: Samples, *, quantile: float, level: float, control: boo
     rng = np.random.default_rng(0)
     few = evenly_spaced(len(g), most=MOST_ROWS)
     correlations = correlations_of(g[few], ell[few], level=level, resamples=400, rng=rng)
-    inside = samples.rows(evenly_spaced(len(g), most=MOST_TESTED_ROWS))
-    within = within_steps(
-        secants=inside.secants,
-        grad_norm=inside.grad_norm,
-        grad_norms=inside.grad_norms,
-        fractions=inside.fractions,
-        kappa=inside.kappa,
-        eps=inside.eps,
-        cosine=inside.cosine,
-        level=level,
-    )
+    within = _within(samples, level=level)
     return SmoothnessFit(
         L0=L0,
         L1=L1,
@@ -273,9 +268,27 @@ def fit_samples(samples: Samples, *, quantile: float, level: float, control: boo
         num_skipped=samples.skipped,
         grad_norm_range=(float(g.min()), float(g.max())),
         estimator=samples.estimator,
+        layer=samples.layer,
         quantile=quantile,
         level=level,
         frontier_points=tuple((float(a), float(b)) for a, b in frontier_points(g, ell)),
         warnings=fit_warnings(samples, within, L1=L1, effective=len(g[few]) / correlations.block_length),
         samples=samples,
+    )
+
+
+def _within(samples: Samples, *, level: float) -> Within:
+    """The test inside steps; of very many rows it takes evenly spaced ones."""
+    if samples.layer:
+        return Within(level=level, missing=words.doubt("one-layer"))
+    rows = samples.rows(evenly_spaced(len(samples), most=MOST_TESTED_ROWS))
+    return within_steps(
+        secants=rows.secants,
+        grad_norm=rows.grad_norm,
+        grad_norms=rows.grad_norms,
+        fractions=rows.fractions,
+        kappa=rows.kappa,
+        eps=rows.eps,
+        cosine=rows.cosine,
+        level=level,
     )

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 DOUBTS = {
     "no-secants": "No point inside a step was measured. Measure again with the estimator `smoothness`, "
     "which does.",
+    "one-layer": "Points inside a step are measured for the whole model, not for one layer. Fit the model.",
     "no-fractions": "Neither rows nor header name the fractions of the step that were measured. Add "
     "`fractions` to the header, or measure again.",
     "no-kappa": "No row says how much a step changes the gradient. Record `kappa` or `step_norm`, or "

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from curvestep.checks import check_choice, check_positive
+from curvestep.checks import check_choice, check_positive, nearest
 from curvestep.trace.history import typical
 from curvestep.trace.schema import ESTIMATORS, LEAST_ROWS
 from curvestep.trace.trace import Trace
@@ -20,6 +20,7 @@ _COLUMNS = (
     "step", "loss", "grad_norm", "step_norm", "lr", "cosine", "noise", "secants", "grad_norms", "fractions",
     "grad_variance", "grad_signal",
 )  # fmt: skip
+_OF_RUN = ("step", "loss", "lr")  # the same for every layer
 # By the type of the parameters.
 _PRECISION = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -49,6 +50,7 @@ class Samples:
     eps: float  # relative precision of the gradients
     self_test: float  # by how much a gradient replayed twice differs, relative to its norm; 0 if unknown
     estimator: str  # the column that ``smoothness`` is
+    layer: str  # whose norms and smoothness these are; empty for the whole model
     trace: Trace  # whose rows they are; it may have got more since
 
     def __len__(self) -> int:
@@ -85,25 +87,29 @@ class Samples:
         return float(self.grad_variance[known].mean()) / signal if signal > 0 else math.inf
 
 
-def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
+def usable_samples(trace: Trace, *, estimator: str = "smoothness", layer: str = "") -> Samples:
     """Rows of ``trace`` with status ok and a positive, finite gradient norm and smoothness.
+
+    With a ``layer``, norms and smoothness are that layer's; what rows have of the whole model only is NaN.
 
     Raises:
         ValueError: If fewer than ten are left; it says how many there were and what became of the others.
     """
     check_choice("estimator", estimator, tuple(ESTIMATORS))
-    norms = trace.column("grad_norm")
-    smoothness = trace.column(estimator)
-    late = _unconverged(trace, estimator)
+    if layer:
+        _check_layer(trace, layer)
+    norms = _column(trace, "grad_norm", layer)
+    smoothness = _column(trace, estimator, layer)
+    late = _unconverged(trace, estimator, smoothness)
     # Beyond 1e±50, which no float32 run reaches, squares of quotients are no longer finite.
     measured = (norms >= 1 / _LARGEST) & (norms <= _LARGEST) & (smoothness >= 0) & (smoothness <= _LARGEST)
     order = np.flatnonzero(trace.ok & measured & ~late)
     order = order[np.argsort(trace.column("step")[order], kind="stable")]
     if len(order) < LEAST_ROWS:
         raise ValueError(_too_few(trace, measured, late, estimator))
-    column = {name: trace.column(name)[order] for name in _COLUMNS}
+    column = {name: _column(trace, name, layer)[order] for name in _COLUMNS}
     ell = smoothness[order]
-    kappa = trace.column("kappa")[order]
+    kappa = _column(trace, "kappa", layer)[order]
     dtype = str(trace.header.get("dtype")).removeprefix("torch.")
     return Samples(
         **column,
@@ -117,6 +123,7 @@ def usable_samples(trace: Trace, *, estimator: str = "smoothness") -> Samples:
         num_estimates=int((trace.ok & np.isfinite(smoothness)).sum()),
         num_unconverged=int((trace.ok & late).sum()),
         estimator=estimator,
+        layer=layer,
         trace=trace,
     )
 
@@ -143,12 +150,34 @@ def check_share(name: str, value: float) -> float:
     return value
 
 
-def _unconverged(trace: Trace, estimator: str) -> np.ndarray:
+def _column(trace: Trace, name: str, layer: str) -> np.ndarray:
+    """A column of the run, or of one of its layers; NaN where rows have none of the layer."""
+    if not layer or name in _OF_RUN:
+        return trace.column(name)
+    own = f"layers/{layer}/{name}"
+    return trace.column(own) if own in trace.names else np.full(trace.column(name).shape, math.nan)
+
+
+def _check_layer(trace: Trace, layer: str) -> None:
+    paths = [
+        name.removeprefix("layers/").rpartition("/") for name in trace.names if name.startswith("layers/")
+    ]
+    layers = dict.fromkeys(name for name, _, _ in paths)
+    if not layers:
+        raise ValueError("No row has layers. Measure them: SmoothnessProbe(model, layers=True).")
+    if layer not in layers:
+        raise ValueError(
+            f"`layer` must be one that was measured, got {layer!r}. Measured: {', '.join(layers)}."
+            f"{nearest(layer, layers)}"
+        )
+
+
+def _unconverged(trace: Trace, estimator: str, smoothness: np.ndarray) -> np.ndarray:
     """Which rows have an estimate that had not converged, which is none."""
     converged = ESTIMATORS[estimator].converged
     if not converged:
         return np.zeros(len(trace), dtype=bool)
-    return (trace.column(converged) == 0) & np.isfinite(trace.column(estimator))
+    return (trace.column(converged) == 0) & np.isfinite(smoothness)
 
 
 def _too_few(trace: Trace, measured: np.ndarray, late: np.ndarray, estimator: str) -> str:

@@ -168,7 +168,7 @@ def check_trace(trace: Trace | HasTrace | str | Path) -> Trace:
     if not isinstance(trace, (str, Path)):
         raise TypeError(
             "`trace` must be a Trace, a probe, a path to a trace or its run folder, "
-            f"got {reprlib.repr(trace)}. Unpack a list of several: advise(*runs), report(*runs)."
+            f"got {reprlib.repr(trace)}. Unpack a list of several: report(*runs)."
         )
     path = Path(trace)
     file = path / TRACE if path.is_dir() else path
