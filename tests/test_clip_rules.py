@@ -12,7 +12,6 @@ from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip
 from curvestep.clip_rules import ClipRule, Window, ema, percentile, weight_ratio, zscore
-from curvestep.tensors import vectors
 from curvestep.tensors.kernel import native
 from tests.models import reloaded
 from tests.support.strict import strict_device, waits
@@ -195,7 +194,7 @@ def test_copied_and_pickled_optimizers_go_on_alike(rule):
 
 @pytest.mark.parametrize("how", ["ClippedSGD", "AdamW", "clip"])
 @every_rule
-def test_device_takes_the_steps_of_the_host_without_a_wait(rule, how):
+def test_device_takes_the_steps_of_the_host_and_waits_once(rule, how):
     torch.set_default_dtype(torch.float32)
     make = {
         "ClippedSGD": lambda p: ClippedSGD(p, lr=0.05, max_norm=rule, momentum=0.5, nonfinite="skip"),
@@ -209,8 +208,10 @@ def test_device_takes_the_steps_of_the_host_without_a_wait(rule, how):
         opt_there = make(there)
         for step in range(40):
             set_gradients(there, step)
-            with waits(0):
+            num_spikes = len(opt_there.spikes())
+            with waits() as waited:
                 opt_there.step()
+            assert waited.count == 1 + len(opt_there.spikes()) - num_spikes  # which layer it was is read, too
         found = [p.detach().cpu() for p in there]
         assert opt_there.clip_stats()["clipped_fraction"] == pytest.approx(
             opt.clip_stats()["clipped_fraction"], abs=0.03
@@ -245,7 +246,7 @@ def test_steps_left_out_and_empty_gradients_are_not_remembered(rule, factor, pla
 @pytest.mark.parametrize("kernel", ["kernel", "none"])
 def test_tensor_without_gradients_at_first_still_learns(kernel, monkeypatch):
     if kernel == "none":
-        monkeypatch.setattr(vectors, "native", lambda: None)
+        monkeypatch.setattr("curvestep.tensors.kernel.native", lambda: None)
     params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
     opt = ClippedSGD(params, lr=0.1, max_norm=ema(warmup=4))
     for step in range(12):
@@ -364,7 +365,7 @@ def test_gradients_whose_squares_overflow_are_clipped(rule):
 @pytest.mark.parametrize("rule", [ema(1.0, warmup=2, max_norm=2.0), weight_ratio(1.0)], ids=str)
 def test_an_infinite_number_that_is_propagated_leaves_all_others_finite(rule, kernel, monkeypatch):
     if kernel == "none":
-        monkeypatch.setattr(vectors, "native", lambda: None)
+        monkeypatch.setattr("curvestep.tensors.kernel.native", lambda: None)
     bad, good = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(2))
     opt = ClippedSGD([bad, good], lr=0.25, max_norm=rule, nonfinite="propagate")
     for infinite in (1.0, 1.0, math.inf):

@@ -4,8 +4,9 @@ r"""Thresholds that follow the gradients: rules to give wherever a ``max_norm`` 
 >>> params = [torch.nn.Parameter(torch.ones(3))]
 >>> optimizer = cs.ClippedSGD(params, lr=0.1, max_norm=cs.clip_rules.percentile(10))
 
-A rule is a short function of what a step saw (:class:`Seen`) and of a few numbers that it remembers. It
-returns the threshold and what to remember next: floats on the host, on a device tensors that are not read.
+A rule is a short function of what a step sees (:class:`Observation`) and of a few numbers that it remembers.
+It returns the threshold and what to remember next: floats, or arrays with a number for each tensor or unit.
+On an accelerator a step with a rule reads the norms, which waits once.
 To add a rule, write a function like :func:`zscore` that returns a :class:`ClipRule`. The optimizer keeps
 what a rule remembers, also in checkpoints; a rule itself never changes.
 
@@ -22,20 +23,18 @@ from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
-import torch
-from torch import Tensor
 
 from curvestep.checks import check_count, check_inside, check_positive
 
-# A float, or an array or tensor with a number for each tensor or unit; on a device a tensor, not read.
-Quantity: TypeAlias = Any
-State: TypeAlias = tuple[Quantity, ...]  # what a rule remembers
+FloatOrArray: TypeAlias = "float | np.ndarray[Any, Any]"  # an array has a number for each tensor or unit
+State: TypeAlias = tuple[FloatOrArray, ...]  # what a rule remembers
 Plain: TypeAlias = Mapping[str, Any]  # a rule in a checkpoint
+Saved: TypeAlias = dict[str, Any]  # what a rule remembers, as plain numbers
 Each: TypeAlias = Literal["norm", "tensor", "unit"]
 
 
-class Seen(NamedTuple):
-    """Quantities that a rule looks at.
+class Observation(NamedTuple):
+    """What a rule looks at.
 
     Attributes:
         norm: Norm of the gradient that is clipped; with ``each`` a vector, one for each tensor or unit.
@@ -44,10 +43,10 @@ class Seen(NamedTuple):
         history: The last norms, for a rule with a ``window``; it has ``percentile(p)``.
     """
 
-    norm: Quantity
-    total: Quantity
-    weight: Quantity = 0.0
-    history: Quantity = None
+    norm: FloatOrArray
+    total: float
+    weight: FloatOrArray = 0.0
+    history: Window | None = None
 
 
 @dataclass(frozen=True)
@@ -59,7 +58,7 @@ class ClipRule:
         parameters: What ``make`` was given, plain numbers by name.
         bound: The formula: threshold and new state from what was seen and the state.
         start: The state before the first step.
-        window: How many norms ``Seen.history`` holds, 0 for none.
+        window: How many norms ``Observation.history`` holds, 0 for none.
         each: What is clipped by a norm of its own: what ``norm_scope`` says (``"norm"``), every
             ``"tensor"``, or every ``"unit"``, a row of a matrix or a filter of a convolution.
         of_weights: Ratio and least norm of the weights, if the threshold is their product and no more: then
@@ -68,7 +67,7 @@ class ClipRule:
 
     make: Callable[..., ClipRule]
     parameters: Mapping[str, float]
-    bound: Callable[[Seen, State], tuple[Quantity, State]] = field(compare=False)
+    bound: Callable[[Observation, State], tuple[FloatOrArray, State]] = field(compare=False)
     start: tuple[float, ...] = field(default=(), compare=False)
     window: int = field(default=0, compare=False)
     each: Each = field(default="norm", compare=False)
@@ -123,7 +122,8 @@ def percentile(p: float = 10.0, *, window: int = 1000) -> ClipRule:
     """
     check_inside("p", p, 0, 100)
 
-    def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
+    def bound(seen: Observation, state: State) -> tuple[float, State]:
+        assert seen.history is not None  # this rule has a window
         return seen.history.percentile(p), state
 
     parameters = {"p": p, "window": check_count("window", window)}
@@ -150,7 +150,7 @@ def zscore(z: float = 2.5, *, decay: float = 0.97, warmup: int = 25) -> ClipRule
     check_positive("z", z)
     check_inside("decay", decay, 0, 1)
 
-    def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
+    def bound(seen: Observation, state: State) -> tuple[FloatOrArray, State]:
         count, mean, variance = state
         above = seen.norm - mean
         is_warm = count < warmup
@@ -160,7 +160,9 @@ def zscore(z: float = 2.5, *, decay: float = 0.97, warmup: int = 25) -> ClipRule
         share = choose(is_warm, 1 / (count + 1), 1 - decay)
         new_mean = mean + share * (clipped - mean)
         # The first norms have the variance of a sample; later ones are averaged around the new mean.
-        square = choose(is_warm, (clipped - mean) * (clipped - new_mean), (clipped - new_mean) ** 2)
+        # A product, as the power of a float raises where it overflows; then the largest float stands for it.
+        deviation = clipped - new_mean
+        square = smaller(choose(is_warm, clipped - mean, deviation) * deviation, _LARGEST)
         return threshold, (count + 1, new_mean, variance + share * (square - variance))
 
     parameters = {"z": z, "decay": decay, "warmup": check_count("warmup", warmup)}
@@ -191,7 +193,7 @@ def ema(ratio: float = 1.05, *, decay: float = 0.98, warmup: int = 100, max_norm
     check_positive("max_norm", max_norm)
     check_inside("decay", decay, 0, 1)
 
-    def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
+    def bound(seen: Observation, state: State) -> tuple[FloatOrArray, State]:
         count, mean = state
         is_warm = count + 1 < warmup
         joint = max_norm / larger(seen.total, max_norm)
@@ -222,33 +224,32 @@ def weight_ratio(ratio: float = 0.01, *, eps: float = 1e-3) -> ClipRule:
     check_positive("ratio", ratio)
     check_positive("eps", eps)
 
-    def bound(seen: Seen, state: State) -> tuple[Quantity, State]:
+    def bound(seen: Observation, state: State) -> tuple[FloatOrArray, State]:
         return ratio * larger(seen.weight, eps), state
 
     parameters = {"ratio": ratio, "eps": eps}
     return ClipRule(weight_ratio, parameters, bound, each="unit", of_weights=(ratio, eps))
 
 
+_LARGEST = float(np.finfo(np.float64).max)
 RULES = (percentile, zscore, ema, weight_ratio)
 
 
-def choose(condition: Quantity, yes: Quantity, no: Quantity) -> Quantity:
-    """``yes`` where the condition holds, else ``no``: numbers, or tensors of them."""
-    if isinstance(condition, Tensor):
-        return torch.where(condition, yes, no)
+def choose(condition: bool | np.ndarray[Any, Any], yes: FloatOrArray, no: FloatOrArray) -> FloatOrArray:
+    """``yes`` where the condition holds, else ``no``: numbers, or arrays of them."""
     if isinstance(condition, np.ndarray):
         return np.where(condition, yes, no)
     return yes if condition else no
 
 
-def smaller(a: Quantity, b: Quantity) -> Quantity:
+def smaller(a: FloatOrArray, b: FloatOrArray) -> FloatOrArray:
     """The smaller of two numbers, or of each pair."""
     if isinstance(b, np.ndarray):
         return np.minimum(a, b)
     return choose(a < b, a, b)
 
 
-def larger(a: Quantity, b: Quantity) -> Quantity:
+def larger(a: FloatOrArray, b: FloatOrArray) -> FloatOrArray:
     """The larger of two numbers, or of each pair."""
     return choose(a > b, a, b)
 
@@ -284,43 +285,41 @@ class Window:
         return low + (high - low) * (position - below)
 
 
-class DeviceWindow(NamedTuple):
-    """The last norms as a ring on a device, NaN where there is none yet, and how many there were."""
+class RuleMemory:
+    """What a rule remembers: floats of one norm, or arrays of several."""
 
-    ring: Tensor
-    num_seen: Tensor
+    def __init__(self, rule: ClipRule, saved: Saved) -> None:
+        self.rule = rule
+        self._state: State = tuple([_number_or_array(numbers) for numbers in saved["state"]])
+        self._window = Window(rule.window, saved["norms"])
 
-    @classmethod
-    def of(cls, length: int, values: list[float], like: Tensor) -> DeviceWindow:
-        """A window with these norms in it, where ``like`` is."""
-        row = [*values, *[math.nan] * (length - len(values))]
-        return cls(placed(row, like), placed(float(len(values)), like))
+    def threshold(self, norm: float, total: float) -> float:
+        """The threshold for a gradient of this norm, which is remembered."""
+        if not 0.0 < norm < math.inf:
+            return math.inf
+        if self.rule.window:
+            self._window.push(norm)
+        threshold, self._state = self.rule.bound(Observation(norm, total, 0.0, self._window), self._state)
+        return float(threshold)
 
-    def pushed(self, norm: Tensor) -> DeviceWindow:
-        """The window with a norm in place of the oldest."""
-        at = (self.num_seen % len(self.ring)).long().view(1)
-        return DeviceWindow(self.ring.scatter(0, at, norm.to(self.ring).view(1)), self.num_seen + 1)
+    def thresholds(self, norms: np.ndarray[Any, Any], total: float) -> np.ndarray[Any, Any]:
+        """A threshold for each of several norms, which are remembered."""
+        thresholds, state = self.rule.bound(Observation(norms, total), self._state)
+        if total < math.inf and np.count_nonzero(norms) == len(norms):
+            self._state = state
+            return np.asarray(thresholds)
+        is_usual = (norms > 0) & (norms < math.inf)
+        kept: list[FloatOrArray] = []
+        for new, old in zip(state, self._state, strict=True):
+            kept.append(np.where(is_usual, new, old))
+        self._state = tuple(kept)
+        return np.where(is_usual, thresholds, math.inf)
 
-    def percentile(self, p: float) -> Tensor:
-        """The p-th percentile; of no norms NaN."""
-        position = (self.num_seen.clamp(1, len(self.ring)) - 1) * p / 100
-        ordered = self.ring.sort().values  # NaN comes last
-        ends = torch.stack([position.floor(), position.ceil()]).long()
-        low, high = ordered.index_select(0, ends).unbind()
-        return low + (high - low) * (position - position.floor())
-
-    def read(self) -> list[float]:
-        """The norms in order of arrival; waits for the device."""
-        return in_order(*self.ring.tolist(), self.num_seen.item())
-
-
-def in_order(*ring: float) -> list[float]:
-    """The values of a ring, oldest first; its last entry is how many there were, and NaN is no value."""
-    *values, count = ring
-    oldest = int(count) % max(len(values), 1)
-    return [value for value in values[oldest:] + values[:oldest] if not math.isnan(value)]
+    def read(self) -> Saved:
+        """The numbers for a checkpoint."""
+        numbers = [np.asarray(n).tolist() for n in self._state]
+        return {"rule": self.rule.as_plain(), "state": numbers, "norms": list(self._window.values)}
 
 
-def placed(numbers: Quantity, like: Tensor) -> Tensor:
-    """Numbers from the host where ``like`` is; the host need not wait for that."""
-    return torch.tensor(numbers, dtype=like.dtype, device="cpu").to(like.device, non_blocking=True)
+def _number_or_array(numbers: float | list[float]) -> FloatOrArray:
+    return np.array(numbers) if isinstance(numbers, list) else numbers

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from functools import wraps
-from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, TypeVar
 
 import numpy as np
 from numpy.typing import ArrayLike
@@ -21,7 +21,7 @@ from curvestep.checks import check_nonnegative, check_positive, check_threshold 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Norm = TypeVar("Norm", float, np.ndarray, Tensor)
+    Norm = TypeVar("Norm", float, np.ndarray, Tensor, float | Tensor)
 else:
     Norm = TypeVar("Norm")
 
@@ -57,11 +57,14 @@ def step_rule(formula: Rule) -> Rule:
             if type(value) is not float or not 0.0 < value < math.inf:  # asked in every step of an optimizer
                 parameters[name] = _checked_parameter(name, value)
         if isinstance(grad_norm, np.ndarray):
-            _check_norm(np.fmin.reduce(grad_norm, axis=None, initial=0.0))
+            least = np.fmin.reduce(grad_norm, axis=None, initial=0.0)
+            if least < 0:
+                _refuse_norm(least)
             with np.errstate(divide="ignore", over="ignore"):  # infinite steps, huge norms
                 return formula(grad_norm, **parameters)
         if not hasattr(grad_norm, "clamp"):  # a tensor is not read: it may live on a device
-            _check_norm(grad_norm)
+            if grad_norm < 0:  # not through a function: asked in every step of an optimizer
+                _refuse_norm(grad_norm)
         return formula(grad_norm, **parameters)
 
     return checked  # pyright: ignore[reportReturnType]  # of the formula's own signature
@@ -113,7 +116,14 @@ def clipped_step(grad_norm: Norm, *, lr: Parameter, max_norm: Parameter) -> Norm
     if max_norm == math.inf:
         return _constant(grad_norm, lr)
     # No epsilon: the larger of g and γ is never zero, and γ/γ is exactly 1.
-    return lr * (max_norm / _at_least(grad_norm, max_norm))
+    norm: Any = grad_norm
+    if isinstance(norm, np.ndarray):
+        larger = np.maximum(norm, max_norm)
+    elif hasattr(norm, "clamp"):
+        larger = norm.clamp(min=max_norm)
+    else:
+        larger = max(norm, max_norm)  # in this order, so that NaN stays NaN
+    return lr * (max_norm / larger)  # pyright: ignore[reportReturnType]  # an array only beside arrays
 
 
 @step_rule
@@ -250,9 +260,8 @@ def _checked_parameter(name: str, value: Any) -> Any:
     return value if hasattr(value, "clamp") else check(name, value)
 
 
-def _check_norm(grad_norm: float) -> None:
-    if grad_norm < 0:
-        raise ValueError(f"`grad_norm` must be zero or more, got {grad_norm!r}.")
+def _refuse_norm(grad_norm: float) -> NoReturn:
+    raise ValueError(f"`grad_norm` must be zero or more, got {grad_norm!r}.")
 
 
 def _constant(like: Any, value: Parameter) -> Any:
@@ -261,14 +270,6 @@ def _constant(like: Any, value: Parameter) -> Any:
     if isinstance(like, np.ndarray) or isinstance(value, np.ndarray):
         return np.full(np.broadcast_shapes(np.shape(like), np.shape(value)), value)
     return value
-
-
-def _at_least(x: Any, floor: float) -> Any:
-    if isinstance(x, np.ndarray):
-        return np.maximum(x, floor)
-    if hasattr(x, "clamp"):
-        return x.clamp(min=floor)
-    return max(x, floor)  # in this order, so that NaN stays NaN
 
 
 def is_clipped(coefficient: ArrayLike, *, edge: ArrayLike = 1.0) -> np.ndarray:

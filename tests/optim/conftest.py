@@ -2,15 +2,15 @@
 
 import pytest
 
-from curvestep.optim import _update, device, record, scaled
-from curvestep.tensors import vectors
+from curvestep.optim import clip_step, device, scaled, update
+from curvestep.tensors import kernel
 from curvestep.tensors.vectors import device_norm
 
 
 @pytest.fixture
 def without_native(monkeypatch):
     """As where the package was built without a C compiler."""
-    monkeypatch.setattr(vectors, "native", lambda: None)
+    monkeypatch.setattr(kernel, "native", lambda: None)
 
 
 @pytest.fixture
@@ -21,24 +21,25 @@ def with_all():
 @pytest.fixture
 def without_fused(monkeypatch, without_native):
     """As on a device for which torch has no fused kernels either."""
-    monkeypatch.setattr(_update, "_get_fused_kernels_supported_devices", list)
+    monkeypatch.setattr(update, "_get_fused_kernels_supported_devices", list)
 
 
 @pytest.fixture
 def on_device(monkeypatch, without_native):
-    """As on an accelerator: numbers are tensors that are not read."""
-    monkeypatch.setattr(scaled, "reads_numbers", lambda bundles: False)
+    """As on an accelerator: numbers are tensors that are not read, unless a rule needs them."""
+    monkeypatch.setattr(clip_step, "all_on_host", lambda groups: False)
     monkeypatch.setattr(device, "global_norm", device_norm)
+    monkeypatch.setattr(device, "is_on_host", lambda p: False)
 
 
 @pytest.fixture
 def paths(monkeypatch):
     """The paths that updates took."""
-    taken, update = [], _update.update
+    taken = []
 
-    def spy(part, scale):
+    def spy(part, scale, skip=None):
         taken.append(part.path)
-        update(part, scale)
+        update.update(part, scale, skip)
 
-    monkeypatch.setattr(record, "update", spy)
+    monkeypatch.setattr(scaled, "update", spy)
     return taken

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from curvestep.tensors import vectors
+from curvestep.tensors import kernel
 from curvestep.tensors.vectors import PIECE, difference, distance, dot, dot_of_changes, global_norm, host_norm
 from tests.reference import reference_norm
 
@@ -14,8 +14,8 @@ def summed_by(request):
     """All that is said here holds with our kernel and without it."""
     with pytest.MonkeyPatch.context() as patch:
         if request.param == "torch":
-            patch.setattr(vectors, "native", lambda: None)
-        elif vectors.native() is None:
+            patch.setattr(kernel, "native", lambda: None)
+        elif kernel.native() is None:
             pytest.skip("built without the kernel")
         yield
 

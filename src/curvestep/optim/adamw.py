@@ -8,20 +8,20 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from itertools import chain
-from operator import mul
-from typing import Any, Unpack
+from typing import TYPE_CHECKING, Any, Unpack
 
 import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from curvestep.clip_rules import ClipRule
-from curvestep.optim._update import Number, Part, Rule
-from curvestep.optim.policy import Group
 from curvestep.optim.scaled import Norm, ScaledOptimizer, ScaledOptions, check_between
+from curvestep.optim.update import FloatOrTensor, Part, Rule, Settings
 from curvestep.steps import check_threshold, clipped_step
 from curvestep.tensors.distributed import as_sharded, local
 from curvestep.tensors.vectors import global_norm, is_readable
+
+if TYPE_CHECKING:
+    from curvestep.clip_rules import ClipRule
 
 
 class AdamWOptions(ScaledOptions, total=False):
@@ -63,8 +63,8 @@ class ClippedAdamW(ScaledOptimizer):
         update_rms: Largest root mean square of :math:`\hat g/\sqrt{v}` in a tensor, 1 in StableAdamW
             (Wortsman et al., 2023). The learning rate of a tensor is divided by what it has beyond that.
         norm_scope: As for :class:`ClippedSGD`.
-        nonfinite: As for :class:`ClippedSGD`: on an accelerator a step waits once with ``"raise"``, and never
-            with ``"skip"`` and ``"propagate"``, unless some of the parameters are on CPU. There the
+        nonfinite: As for :class:`ClippedSGD`: on an accelerator a step waits once with ``"raise"``, a rule or
+            ``skip_above``, and never otherwise, unless some of the parameters are on CPU. There the
             clipped gradients are a copy while the step lasts, because torch's kernel would scale ``.grad``
             itself; with ``"skip"`` the paths other than the default and ``fused`` also copy parameters and
             state.
@@ -93,15 +93,15 @@ class ClippedAdamW(ScaledOptimizer):
     ) -> None:
         super().__init__(params, {"lr": lr, "max_norm": max_norm}, AdamWRule.defaults(), options)
 
-    def coefficient(self, norm: Norm, group: Group) -> Norm:
+    def coefficient(self, norm: Norm, group: Settings) -> Norm:
         r""":math:`\min\{1, \gamma/g\}`."""
         return clipped_step(norm, lr=1.0, max_norm=group["max_norm"])
 
-    def rule(self, group: Group) -> AdamWRule:
+    def rule(self, group: Settings) -> AdamWRule:
         """Moments, weight decay and ascent of a group."""
-        return AdamWRule(*map(group.__getitem__, _CONSTANTS))
+        return AdamWRule(*[group[name] for name in _CONSTANTS])
 
-    def check_group(self, group: Group) -> None:
+    def check_group(self, group: Settings) -> None:
         """Raise where the values of a group make no sense."""
         betas: Any = group["betas"]
         if not isinstance(betas, (tuple, list)) or len(betas) != 2:
@@ -148,7 +148,7 @@ class AdamWRule(Rule):
             units=part.units, update_rms=self.update_rms,
         )  # fmt: skip
 
-    def by_fused(self, part: Part, scale: Number, skip: Tensor | None = None) -> None:
+    def by_fused(self, part: Part, scale: FloatOrTensor, skip: Tensor | None = None) -> None:
         """The kernel of torch on a scaled copy of the gradients: its `grad_scale` would change `.grad`.
 
         It counts the step even if ``skip`` is 1.
@@ -164,9 +164,10 @@ class AdamWRule(Rule):
             found_inf=skip,
         )  # fmt: skip
 
-    def by_foreach(self, part: Part, scale: Number) -> None:
+    def by_foreach(self, part: Part, scale: FloatOrTensor) -> None:
         """A handful of calls over all parameters at once."""
-        params, (beta1, beta2) = part.params, self.betas
+        params = part.params
+        beta1, beta2 = self.betas
         exp_avgs, exp_avg_sqs, *largest = part.buffers
         grads = _scaled(part.grads, self.signed(scale))
         torch._foreach_lerp_(exp_avgs, grads, 1 - beta1)
@@ -175,12 +176,14 @@ class AdamWRule(Rule):
         seconds = exp_avg_sqs
         for seconds in largest:
             torch._foreach_maximum_(seconds, exp_avg_sqs)
-        sizes, roots = zip(*(self._corrected(step, params[0]) for step in part.steps), strict=True)
+        corrections = [self._corrected(step, params[0]) for step in part.steps]
+        roots: list[Any] = [root for _, root in corrections]
         denominators = torch._foreach_sqrt(seconds)
-        torch._foreach_div_(denominators, list(roots))
+        torch._foreach_div_(denominators, roots)
         torch._foreach_add_(denominators, self.eps)
-        rates = list(map(self._rate, grads, exp_avg_sqs, roots, part.wholes))
-        sizes = list(map(mul, sizes, rates))
+        each = zip(grads, exp_avg_sqs, roots, part.global_params, strict=True)
+        rates = [self._rate(*of_tensor) for of_tensor in each]
+        sizes: list[Any] = [size * rate for (size, _), rate in zip(corrections, rates, strict=True)]
         if self.weight_decay:
             kept: list[Any] = [1 - self.lr * self.weight_decay * rate for rate in rates]
             torch._foreach_mul_(params, kept)
@@ -191,11 +194,11 @@ class AdamWRule(Rule):
             torch._foreach_addcdiv_(params, exp_avgs, denominators, [-size for size in sizes])
         torch._foreach_add_(part.steps, 1)
 
-    def by_loop(self, part: Part, scale: Number) -> None:
+    def by_loop(self, part: Part, scale: FloatOrTensor) -> None:
         """The formula for each parameter."""
         beta1, beta2 = self.betas
-        each = zip(part.params, part.grads, part.steps, part.wholes, *part.buffers, strict=True)
-        for p, g, step, whole, *buffers in each:
+        each = zip(part.params, part.grads, part.steps, part.global_params, *part.buffers, strict=True)
+        for p, g, step, global_param, *buffers in each:
             d = g * self.signed(scale)
             exp_avg, exp_avg_sq, *largest = buffers
             exp_avg.lerp_(d, 1 - beta1)
@@ -204,24 +207,25 @@ class AdamWRule(Rule):
             for maximum in largest:
                 second = torch.maximum(maximum, exp_avg_sq, out=maximum)
             size, root = self._corrected(step, p)
-            rate = self._rate(d, exp_avg_sq, root, whole)
+            rate = self._rate(d, exp_avg_sq, root, global_param)
             direction = exp_avg / (second.sqrt() / root + self.eps)
             if self.weight_decay:
                 p.mul_(1 - self.lr * self.weight_decay * rate)
             p.sub_(direction * (size * rate))
         torch._foreach_add_(part.steps, 1)
 
-    def _rate(self, d: Tensor, v: Tensor, root: Number, whole: Tensor) -> Number:
+    def _rate(self, d: Tensor, v: Tensor, root: FloatOrTensor, global_param: Tensor) -> FloatOrTensor:
         """Factor on the learning rate of a tensor; of a sharded one the same on all ranks."""
         if not self.measures_tensors:
             return 1.0
         ratios = d / (v.sqrt() / root).clamp(min=self.eps)
-        count = whole.numel() * ratios.numel() / max(local(whole).numel(), 1)  # a complex number has two
-        rms = global_norm([as_sharded(ratios, whole)]) / max(count, 1) ** 0.5
+        # A complex number has two entries.
+        count = global_param.numel() * ratios.numel() / max(local(global_param).numel(), 1)
+        rms = global_norm([as_sharded(ratios, global_param)]) / max(count, 1) ** 0.5
         rate = 1 / (rms / self.update_rms).clamp(min=1.0).to(d)
         return rate.item() if is_readable(rate) else rate
 
-    def _corrected(self, step: Tensor, p: Tensor) -> tuple[Number, Number]:
+    def _corrected(self, step: Tensor, p: Tensor) -> tuple[FloatOrTensor, FloatOrTensor]:
         """lr/(1 - b1^k) and the root of 1 - b2^k; tensors where ``step``, k - 1, is not read."""
         beta1, beta2 = self.betas
         if is_readable(step):
@@ -229,14 +233,15 @@ class AdamWRule(Rule):
             return self.lr / (1 - beta1**count), (1 - beta2**count) ** 0.5
         counts = (step if step.device.type == "mps" else step.double()) + 1
         dtype = torch.promote_types(p.dtype, torch.float32)
-        size, root = self.lr / (1 - beta1**counts), (1 - beta2**counts) ** 0.5
+        size = self.lr / (1 - beta1**counts)
+        root = (1 - beta2**counts) ** 0.5
         return size.to(dtype), root.to(dtype)
 
 
 _CONSTANTS = [f.name for f in fields(AdamWRule)]
 
 
-def _scaled(grads: list[Tensor], scale: Number) -> list[Tensor]:
+def _scaled(grads: list[Tensor], scale: FloatOrTensor) -> list[Tensor]:
     """The gradients times ``scale``: a copy, or themselves where the factor is known to be one."""
     if not isinstance(scale, Tensor) and scale == 1:
         return grads

@@ -9,24 +9,22 @@ import inspect
 import math
 import warnings
 from collections.abc import Callable
-from itertools import chain
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from curvestep.clip_rules import ClipRule, Quantity
-from curvestep.optim._update import Number
-from curvestep.optim.counters import ClipStats, Spike
-from curvestep.optim.device import DeviceStep, device_norms
-from curvestep.optim.policy import Decision, Group, Policy, as_float, check_scope, decisions_of, is_on_host
-from curvestep.optim.record import HostStep, StepRecord
+from curvestep.clip_rules import ClipRule
+from curvestep.optim.clip_step import ClipStep, Policy, StepRecord
+from curvestep.optim.update import ClipGroup, FloatOrTensor, Settings, clip_groups
 from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
 from curvestep.tensors.distributed import local
-from curvestep.tensors.vectors import on_one_device
+
+if TYPE_CHECKING:
+    from curvestep.optim.stats import ClipStats, Spike
 
 
 def clip(
@@ -65,9 +63,9 @@ def clip(
 
     Note:
         A step is left out by hiding ``.grad`` while it lasts, which every optimizer of torch takes for
-        "nothing to do". On an accelerator the norm is read, which waits for it, unless ``nonfinite`` is
-        ``"propagate"`` and ``skip_above`` is None. ``copy.deepcopy`` and ``pickle`` leave all hooks of an
-        optimizer behind, this one too.
+        "nothing to do". On an accelerator the norm is read, which waits for it once, unless ``nonfinite`` is
+        ``"propagate"``, ``max_norm`` a number and ``skip_above`` None. ``copy.deepcopy`` and ``pickle`` leave
+        all hooks of an optimizer behind, this one too.
 
     Example:
         >>> w = torch.nn.Parameter(torch.tensor([3.0, 4.0]))
@@ -98,19 +96,19 @@ class Clipping:
                 "`remove()` the first `clip`."
             )
         if isinstance(max_norm, ClipRule):
-            check_scope(max_norm, policy.norm_scope)
+            policy.check_rule(max_norm)
         else:
             clipped_step(0.0, lr=1.0, max_norm=max_norm)  # which checks it
         self.optimizer = inner
         self._max_norm = math.inf if _warn_of_muon(inner) else max_norm
         self._policy = policy
-        self._record = StepRecord(type(inner).__name__)
+        self._record = StepRecord()
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._set_max_norm(inner.param_groups)
         self._methods: dict[str, Callable[..., object]] = {
             "clip_stats": self.clip_stats,
             "spikes": self.spikes,
-            "stop_double_clip_check": self._record.stop_double_clip_check,
+            "stop_double_clip_check": self.stop_double_clip_check,
         }
         vars(inner).update(self._methods)
         self._hooks: list[RemovableHandle] = [
@@ -122,11 +120,18 @@ class Clipping:
 
     def clip_stats(self, *, layers: bool = False) -> ClipStats:
         """Last gradient norm and coefficient, and how often clipping fired, as for :class:`ClippedSGD`."""
-        return self._record.clip_stats(self.optimizer.param_groups, layers=layers)
+        from curvestep.optim.stats import clip_stats
+
+        kind = type(self.optimizer).__name__
+        return clip_stats(self._record, kind, self.optimizer.param_groups, layers=layers)
 
     def spikes(self) -> list[Spike]:
         """The last steps whose gradient norm stood out, as for :class:`ClippedSGD`."""
-        return self._record.spikes()
+        return list(self._record.read().spikes)
+
+    def stop_double_clip_check(self) -> None:
+        """Keep :meth:`clip_stats` from warning that gradients arrive already clipped."""
+        self._record.checks_double_clip = False
 
     def remove(self) -> None:
         """Stop clipping; the optimizer is as it was before."""
@@ -168,105 +173,93 @@ class Clipping:
         self._hidden = []
 
     @torch.no_grad()
-    def _clip(self, loss: float | None = None) -> None:
-        groups = _without_muon(self.optimizer) or self.optimizer.param_groups
-        scope = self._policy.norm_scope
-        decisions = list(chain(*(decisions_of(group, scope, Decision) for group in groups)))
-        if not decisions:
+    def _clip(self, loss: Any = None) -> None:
+        """Clip the gradients by their norm and count, or hide them from a step that is left out."""
+        groups = _groups_of(self.optimizer, self._policy.norm_scope)
+        if not groups:
             return
         # Under a GradScaler the optimizer leaves out a step by itself, and no number has to be read.
         is_scaled = getattr(self.optimizer, "found_inf", None) is not None
-        if all(map(is_on_host, decisions)):
-            self._clip_on_host(decisions, self._policy.norms(decisions), loss)
-        elif self._policy.may_skip and not is_scaled:
-            norms = torch.stack(on_one_device(device_norms(decisions, self._policy.norm_scope)))
-            self._clip_on_host(decisions, norms.tolist(), loss)  # one wait for the device
-        else:
-            self._clip_on_device(decisions)
-
-    def _clip_on_host(self, decisions: list[Decision], norms: list[float], loss: float | None) -> None:
-        """Clip by norms that are floats, or hide the gradients from a step that is left out."""
-        step = HostStep(self.optimizer, self._policy, self._record, decisions, norms, as_float(loss))
+        may_skip = self._policy.nonfinite != "propagate" and not is_scaled
+        step = ClipStep(self.optimizer, self._policy, self._record, groups, loss, has_to_read=may_skip)
         if step.is_left_out():
-            self._hide(decisions)
-        else:
-            self._take(step, decisions)
-
-    def _clip_on_device(self, decisions: list[Decision]) -> None:
-        """Clip by norms that are device scalars, of which none is read."""
-        norms = device_norms(decisions, self._policy.norm_scope)
-        step = DeviceStep(self.optimizer, self._policy, self._record, decisions, norms)
-        if step.is_guarded:  # the optimizer knows whether to leave out the step from a GradScaler
+            self._hide(groups)
+            return
+        if step.skip is not None:  # the optimizer knows whether to leave out the step from a GradScaler
             self.optimizer.found_inf = step.skip  # pyright: ignore[reportAttributeAccessIssue]
-        self._take(step, decisions)
+        thresholds = [settings.get("max_norm", self._max_norm) for settings in step.resolve_thresholds()]
+        pairs = zip(step.norms, thresholds, strict=True)
+        coefficients = [clipped_step(norm, lr=1.0, max_norm=threshold) for norm, threshold in pairs]
+        if step.is_spike:
+            step.keep_spike(coefficients)
+        for group, coefficient in zip(groups, coefficients, strict=True):
+            _clip_(group, coefficient)
+        step.count([*coefficients], thresholds)
 
-    def _take(self, step: HostStep | DeviceStep, decisions: list[Decision]) -> None:
-        """Clip and count."""
-        bounds: list[Quantity] = [group.get("max_norm", self._max_norm) for group in step.bounded()]
-        norms: list[Quantity] = [*step.norms]
-        pairs = zip(norms, bounds, strict=True)
-        coefficients: list[Quantity] = [clipped_step(norm, lr=1.0, max_norm=bound) for norm, bound in pairs]
-        step.look_for_spike(coefficients)
-        for decision, coefficient in zip(decisions, coefficients, strict=True):
-            _clip_(decision, coefficient)
-        step.count(coefficients, bounds)
-
-    def _hide(self, decisions: list[Decision]) -> None:
+    def _hide(self, groups: list[ClipGroup]) -> None:
         """Take the gradients away while a step lasts: torch's optimizers then have nothing to do."""
-        for decision in decisions:
-            self._hidden += zip(decision.params, decision.grads, strict=True)
+        for group in groups:
+            self._hidden += zip(group.params, group.grads, strict=True)
         for p, _ in self._hidden:
             p.grad = None
 
-    def _save(self, optimizer: Optimizer, state: Group) -> None:
+    def _save(self, optimizer: Optimizer, state: Settings) -> None:
         self._record.save(state["param_groups"])
 
     def _load(self, optimizer: Optimizer) -> None:
         self._record.load(optimizer.param_groups, self._max_norm)
         self._set_max_norm(optimizer.param_groups)  # of a state without clipping
 
-    def _set_max_norm(self, groups: list[Group]) -> None:
+    def _set_max_norm(self, groups: list[Settings]) -> None:
         """Give a threshold to the groups that have none."""
         for group in groups:
             group.setdefault("max_norm", self._max_norm)
 
 
-def _without_muon(optimizer: Optimizer) -> list[Group]:
-    return [group for group in optimizer.param_groups if not is_muon_group(optimizer, group)]
+def _groups_of(optimizer: Optimizer, norm_scope: str) -> list[ClipGroup]:
+    """What is clipped together: all but the groups that Muon steps, or these if there are no others."""
+    steps_by_muon = [is_muon_group(optimizer, settings) for settings in optimizer.param_groups]
+    groups: list[ClipGroup] = []
+    for number, settings in enumerate(optimizer.param_groups):
+        if all(steps_by_muon) or not steps_by_muon[number]:
+            groups += clip_groups(settings, number, norm_scope, ClipGroup)
+    return groups
 
 
 def _warn_of_muon(optimizer: Optimizer) -> bool:
     """Say which groups are not clipped because Muon steps them; whether that is all."""
-    num_muon = len(optimizer.param_groups) - len(_without_muon(optimizer))
+    num_groups = len(optimizer.param_groups)
+    num_muon = sum(is_muon_group(optimizer, settings) for settings in optimizer.param_groups)
     if num_muon:
         warnings.warn(
-            f"Muon steps {num_muon} of {len(optimizer.param_groups)} parameter groups. They are left out of "
+            f"Muon steps {num_muon} of {num_groups} parameter groups. They are left out of "
             "the norm and not clipped: Muon's steps have one length whatever the gradient's.",
             stacklevel=4,
         )
-    return num_muon == len(optimizer.param_groups)
+    return num_muon == num_groups
 
 
-def _clip_(decision: Decision, coefficient: Number) -> None:
-    """Multiply the gradients of a decision in place, each piece by its own factor where it has pieces."""
-    if decision.pieces is not None:
-        factors = decision.pieces.factor_of_each(decision.grads)
-        for grad, factor in zip(decision.grads, factors, strict=True):
+def _clip_(group: ClipGroup, coefficient: FloatOrTensor) -> None:
+    """Multiply the gradients of a group in place, each unit by its own factor where it has units."""
+    if group.per_unit is not None:
+        factors = group.per_unit.factor_of_each(group.grads)
+        for grad, factor in zip(group.grads, factors, strict=True):
             _values_of(grad).mul_(factor)
     elif isinstance(coefficient, Tensor):
-        for device, values in _by_device(decision.grads).items():
+        for device, values in _by_device(group.grads).items():
             torch._foreach_mul_(values, coefficient.to(device))
     elif coefficient != 1.0:
-        for values in _by_device(decision.grads).values():
+        for values in _by_device(group.grads).values():
             torch._foreach_mul_(values, coefficient)
 
 
 def _by_device(grads: list[Tensor]) -> dict[torch.device, list[Tensor]]:
     """The numbers of the gradients that lie here, by device."""
-    found: dict[torch.device, list[Tensor]] = {}
-    for grad in map(local, grads):
-        found.setdefault(grad.device, []).append(_values_of(grad))
-    return found
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for grad in grads:
+        values = _values_of(local(grad))
+        by_device.setdefault(values.device, []).append(values)
+    return by_device
 
 
 def _values_of(grad: Tensor) -> Tensor:

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import TYPE_CHECKING, Unpack
 
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from curvestep.clip_rules import ClipRule
-from curvestep.optim.policy import Group
 from curvestep.optim.scaled import Norm
 from curvestep.optim.sgd import ScaledSGD, SGDOptions
+from curvestep.optim.update import Settings
 from curvestep.steps import clipped_step
+
+if TYPE_CHECKING:
+    from curvestep.clip_rules import ClipRule
 
 
 class ClippedSGD(ScaledSGD):
@@ -42,10 +44,11 @@ class ClippedSGD(ScaledSGD):
             ``"tensor"``. Only the first keeps the direction of the gradient.
         nonfinite: What to do when the gradient is not finite. ``"raise"`` names the parameter and changes
             nothing, ``"skip"`` changes nothing and counts, ``"propagate"`` steps like torch. On an
-            accelerator a step waits once with ``"raise"``, for the norm, and never with the others, unless
-            some of the parameters are on CPU; with ``"skip"`` and ``dampening`` the first step waits too,
-            because it decides whether the second is damped. With ``"skip"``, paths other than the default
-            and ``fused`` keep a copy of the parameters during a step there.
+            accelerator a step waits once with ``"raise"``, a rule or ``skip_above``, for the norm, and never
+            otherwise, unless some of the parameters are on CPU. A step that waits with ``clip="momentum"``
+            waits twice. With ``"skip"`` and ``dampening`` the first step waits too, because it decides
+            whether the second is damped. With ``"skip"``, paths other than the default and ``fused`` keep a
+            copy of the parameters during a step there.
         skip_above: Leave out a step whose gradient norm, over all parameters, is larger than this: a number,
             a multiple of the running median such as ``"10x"``, or standard deviations above the mean such as
             ``"6sigma"``, the last also of a closure's loss on the host. Counted as ``skipped``. Median, mean
@@ -58,7 +61,8 @@ class ClippedSGD(ScaledSGD):
             unscaling to the step, as with torch's fused optimizers: nothing waits for what it found.
         capturable: Promise that the step can be recorded in a CUDA graph, after a few steps outside it, and
             replayed: every number stays on the device, counters among them. All parameters must be on an
-            accelerator or all on CPU, and ``nonfinite`` must not be ``"raise"``. A float ``lr`` stays as it
+            accelerator or all on CPU. What reads a norm is refused: ``nonfinite="raise"``, ``skip_above`` and
+            rules. A float ``lr`` stays as it
             was recorded; give a Tensor on the device to change it. ``torch.compile`` leaves a step out of its
             graphs, at one graph break: on CPU that is two passes already.
 
@@ -81,6 +85,6 @@ class ClippedSGD(ScaledSGD):
     ) -> None:
         super().__init__(params, {"lr": lr, "max_norm": max_norm}, **options)
 
-    def coefficient(self, norm: Norm, group: Group) -> Norm:
+    def coefficient(self, norm: Norm, group: Settings) -> Norm:
         r""":math:`\min\{1, \gamma/g\}`."""
         return clipped_step(norm, lr=1.0, max_norm=group["max_norm"])

@@ -7,9 +7,9 @@ from typing import Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from curvestep.optim.policy import Group
 from curvestep.optim.scaled import Norm
 from curvestep.optim.sgd import ScaledSGD, SGDOptions
+from curvestep.optim.update import Settings
 from curvestep.steps import normalized_step
 
 
@@ -60,10 +60,10 @@ class NormalizedSGD(ScaledSGD):
     ) -> None:
         super().__init__(params, {"lr": lr, "offset": offset}, **options)
 
-    def coefficient(self, norm: Norm, group: Group) -> Norm:
+    def coefficient(self, norm: Norm, group: Settings) -> Norm:
         r""":math:`1/(g + \beta)`."""
         return normalized_step(norm, lr=1.0, offset=group["offset"])
 
-    def coefficient_at_zero(self, group: Group) -> float:
+    def coefficient_at_zero(self, group: Settings) -> float:
         r""":math:`1/\beta`."""
         return 1.0 / group["offset"]

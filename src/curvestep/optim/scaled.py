@@ -6,9 +6,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
-from operator import truediv
-from typing import Any, TypedDict, TypeVar, overload
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypedDict, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -20,15 +19,24 @@ from torch.optim.optimizer import (
     _global_optimizer_pre_hooks,
 )
 
-from curvestep.clip_rules import ClipRule, Quantity
-from curvestep.optim._update import Bundle, Rule, collect, joined, parts_of
-from curvestep.optim.counters import ClipEdge, ClipStats, Spike
-from curvestep.optim.device import DeviceStep, step_on_device
-from curvestep.optim.policy import Group, Policy, as_float, check_scope, is_on_host, rule_of
-from curvestep.optim.record import HostStep, StepRecord
+from curvestep.optim.clip_step import ClipStep, Policy, StepRecord
+from curvestep.optim.update import (
+    FloatOrTensor,
+    Rule,
+    Settings,
+    UpdateGroup,
+    clip_rule_of,
+    collect,
+    parts_of,
+    rejoin,
+    update,
+)
 from curvestep.tensors.distributed import in_zero_redundancy_optimizer
 
-Norm = TypeVar("Norm", float, Tensor)
+if TYPE_CHECKING:
+    from curvestep.optim.stats import ClipEdge, ClipStats, Spike
+
+Norm = TypeVar("Norm", float, Tensor, float | Tensor)
 
 # Settings that hold for the whole optimizer: a group cannot have its own.
 _SHARED = ("clip", "norm_scope", "nonfinite", "skip_above", "capturable")
@@ -65,9 +73,9 @@ class ScaledOptimizer(Optimizer, ABC):
     threshold: str  # name of the group entry with the gradient norm beyond which a step counts as clipped
 
     def __init__(
-        self, params: ParamsT, values: Group, defaults: Mapping[str, object], options: Mapping[str, object]
+        self, params: ParamsT, values: Settings, defaults: Mapping[str, object], options: Mapping[str, object]
     ) -> None:
-        known: Group = {**defaults, **_DEFAULTS}
+        known: Settings = {**defaults, **_DEFAULTS}
         if unknown := options.keys() - known.keys():
             raise TypeError(
                 f"{type(self).__name__} has no option `{min(unknown)}`. It has {', '.join(known)}."
@@ -79,7 +87,7 @@ class ScaledOptimizer(Optimizer, ABC):
                 "would clip by the norm of that part. Use fully_shard (FSDP2), whose shards it adds up."
             )
         self._policy = _policy_of(settings)
-        self._record = StepRecord(type(self).__name__)
+        self._record = StepRecord()
         if settings["fused"] and settings["foreach"]:
             raise RuntimeError("`fused` and `foreach` cannot be `True` together.")  # as torch says it
         if settings["capturable"] and settings["nonfinite"] == "raise":
@@ -87,6 +95,8 @@ class ScaledOptimizer(Optimizer, ABC):
                 "`capturable=True` cannot raise for a gradient that is not finite: a graph reads nothing. "
                 'Use nonfinite="skip" or "propagate".'
             )
+        if settings["capturable"] and settings["skip_above"] is not None:
+            raise ValueError("`capturable=True` cannot follow `skip_above`: a graph reads nothing.")
         self.check_group(values | settings)  # before the parameters are looked at, as torch does
         super().__init__(params, values | settings)
 
@@ -96,22 +106,22 @@ class ScaledOptimizer(Optimizer, ABC):
         return bool(self.defaults["fused"])
 
     @abstractmethod
-    def rule(self, group: Group) -> Rule:
+    def rule(self, group: Settings) -> Rule:
         """Update a group by its scaled gradients."""
 
     @abstractmethod
-    def coefficient(self, norm: Norm, group: Group) -> Norm:
+    def coefficient(self, norm: Norm, group: Settings) -> Norm:
         """Factor on a gradient of this norm: step size over ``lr``, of the same kind as ``norm``.
 
-        Asked once for each clipping decision of a step, and with norm 0 when a group is added: raise where
-        the values of the group make no sense.
+        Asked once for each norm of a step, and with norm 0 when a group is added: raise where the values of
+        the group make no sense.
 
         Args:
             norm: A float, or on an accelerator a device scalar; reading it would synchronize.
             group: The parameter group.
         """
 
-    def coefficient_at_zero(self, group: Group) -> float:
+    def coefficient_at_zero(self, group: Settings) -> float:
         """The coefficient at zero gradient, to which :meth:`clip_stats` relates those of the steps."""
         return 1.0
 
@@ -120,18 +130,20 @@ class ScaledOptimizer(Optimizer, ABC):
 
         A step whose coefficient is below that of the edge counts as clipped.
         """
+        from curvestep.optim.stats import ClipEdge
+
         norms: list[float] = []
         coefficients: list[float] = []
-        for group in self.param_groups:
-            if rule_of(group) is not None:  # which clips at another norm in each step
+        for settings in self.param_groups:
+            if clip_rule_of(settings) is not None:  # which clips at another norm in each step
                 return ClipEdge(math.nan, 1.0)
-            norm = float(group[self.threshold])
+            norm = float(settings[self.threshold])
             norms.append(norm)
-            coefficients.append(self.coefficient(norm, group) / self.coefficient_at_zero(group))
+            coefficients.append(self.coefficient(norm, settings) / self.coefficient_at_zero(settings))
         has_one = len(set(norms)) == 1
         return ClipEdge(norms[0] if has_one else math.nan, max(coefficients))
 
-    def check_group(self, group: Group) -> None:
+    def check_group(self, group: Settings) -> None:
         """Raise where the values of a group make no sense."""
         lr = group["lr"]
         if isinstance(lr, Tensor) and lr.numel() != 1:
@@ -139,13 +151,17 @@ class ScaledOptimizer(Optimizer, ABC):
         if not isinstance(lr, Tensor) or lr.is_cpu:  # reading it would synchronize
             check_between("lr", lr, "learning rate")
         check_between("weight_decay", group["weight_decay"], "weight_decay value")
-        rule = rule_of(group)
+        rule = clip_rule_of(group)
         if rule is None or self.threshold != "max_norm":
             self.coefficient(0.0, group)
-        else:
-            _check_rule(rule, group)
+            return
+        self._policy.check_rule(rule)
+        if rule.each != "norm" and group.get("clip") == "momentum":
+            raise ValueError(f'`max_norm={rule}` clips gradients, not averages. Use clip="gradient".')
+        if group["capturable"]:
+            raise ValueError(f"`capturable=True` cannot follow `max_norm={rule}`: a graph reads nothing.")
 
-    def add_param_group(self, param_group: Group) -> None:
+    def add_param_group(self, param_group: Settings) -> None:
         """Add a group of parameters, with values of its own where it names them."""
         if isinstance(param_group, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  # else torch refuses it
             group = self.defaults | param_group
@@ -156,7 +172,7 @@ class ScaledOptimizer(Optimizer, ABC):
                     )
             self.check_group(group)
         super().add_param_group(param_group)
-        if any(map(Tensor.is_neg, self.param_groups[-1]["params"])):
+        if any(p.is_neg() for p in self.param_groups[-1]["params"]):
             self.param_groups.pop()
             raise ValueError("A parameter is the negated view of another tensor. Give it `resolve_neg()`.")
 
@@ -174,7 +190,7 @@ class ScaledOptimizer(Optimizer, ABC):
             return _eager_step(self, closure)
         if _is_observed(self):
             return _observed_step(self, closure)
-        return self._unobserved_step(closure)
+        return self._take_step(closure)
 
     # torch wraps every `step` for profilers and hooks, which costs a small model a tenth of its step. This
     # attribute keeps it from doing so: its wrapper is used only where somebody looks.
@@ -183,40 +199,42 @@ class ScaledOptimizer(Optimizer, ABC):
     def spikes(self) -> list[Spike]:
         """The last 100 steps whose gradient norm stood out from those before, with the layer that caused it.
 
-        A spike is more than six standard deviations above the mean of the last 100 norms. Steps on the host
-        are looked at, those on an accelerator are not.
+        A spike is more than six standard deviations above the mean of the last 100 norms. On an accelerator
+        only steps are looked at whose norm is read.
         """
-        return self._record.spikes()
+        return list(self._record.read().spikes)
 
     def clip_stats(self, *, layers: bool = False) -> ClipStats:
         """Last gradient norm and coefficient, and how often clipping fired.
 
-        With several clipping decisions in a step (``norm_scope`` "group" or "tensor", or groups with their
-        own threshold) a step counts as clipped to the share of decisions that fired. Part of the state
-        dict, so a resumed run goes on counting. On an accelerator this call waits for the device, once.
+        With several norms in a step (``norm_scope`` "group" or "tensor", or groups with their own threshold)
+        a step counts as clipped to the share of norms that were above theirs. Part of the state dict, so a
+        resumed run goes on counting. On an accelerator this call waits for the device, once.
 
         Args:
             layers: Add ``layers``, the norm of each gradient in ``.grad``: ask before ``zero_grad()``.
         """
-        return self._record.clip_stats(self.param_groups, layers=layers)
+        from curvestep.optim.stats import clip_stats
+
+        return clip_stats(self._record, type(self).__name__, self.param_groups, layers=layers)
 
     def stop_double_clip_check(self) -> None:
         """Keep :meth:`clip_stats` from warning that gradients arrive already clipped."""
-        self._record.stop_double_clip_check()
+        self._record.checks_double_clip = False
 
-    def state_dict(self) -> Group:
+    def state_dict(self) -> Settings:
         """The state for a checkpoint: plain numbers and tensors, loads with ``weights_only=True``."""
         state = super().state_dict()
         self._record.save(state["param_groups"])
         return state
 
-    def __getstate__(self) -> Group:
+    def __getstate__(self) -> Settings:
         state = super().__getstate__()
-        state["param_groups"] = list(map(dict, self.param_groups))
+        state["param_groups"] = [dict(group) for group in self.param_groups]
         self._record.save(state["param_groups"])
         return state
 
-    def __setstate__(self, state: Group) -> None:
+    def __setstate__(self, state: Settings) -> None:
         super().__setstate__(state)
         # A state dict of an older version, or of torch's optimizer, lacks some entries and has others; torch
         # adds one to the defaults.
@@ -226,65 +244,50 @@ class ScaledOptimizer(Optimizer, ABC):
             for name, value in self.defaults.items():
                 group.setdefault(name, value)
         self._policy = _policy_of(self.defaults)
-        self._record = StepRecord(type(self).__name__)
+        self._record = StepRecord()
         self._record.load(self.param_groups, self.defaults.get(self.threshold))
 
-    def _unobserved_step(self, closure: Callable[[], float] | None = None) -> float | None:
+    def _take_step(self, closure: Callable[[], float] | None = None) -> float | None:
+        """Take one step: collect, norm, leave out?, coefficient, update, count."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            bundles = collect(self.param_groups, self.state, self.rule, self._policy.norm_scope)
+            groups = collect(self.param_groups, self.state, self.rule, self._policy.norm_scope)
             if self.defaults["capturable"]:
-                _check_same_device(bundles)
-            if not bundles:
+                _check_same_device(groups)
+            if not groups:
                 return loss
-            if reads_numbers(bundles):
-                norms = self._policy.norms(bundles)
-                step = HostStep(self, self._policy, self._record, bundles, norms, as_float(loss))
-                if not step.is_left_out():
-                    self._take(bundles, step)
+            must_raise = self._policy.nonfinite == "raise"
+            step = ClipStep(self, self._policy, self._record, groups, loss, has_to_read=must_raise)
+            if step.is_left_out():
+                return loss
+            if self.defaults.get("clip") == "momentum":
+                parts = [step.update_momentum_(parts_of(g, self.state), g.settings) for g in groups]
+                step.remeasure([rejoin(g, of_group) for g, of_group in zip(groups, parts, strict=True)])
+                settings = step.resolve_thresholds()
             else:
-                step_on_device(self, bundles, self._policy, self._record)
+                settings = step.resolve_thresholds()
+                parts = [parts_of(g, self.state) for g in groups]
+            coefficients = [self.coefficient(*pair) for pair in zip(step.norms, settings, strict=True)]
+            for of_group, coefficient in zip(parts, coefficients, strict=True):
+                for part in of_group:
+                    update(part, coefficient * step.unscale, step.skip)
+            relative: list[FloatOrTensor] = []
+            for coefficient, values in zip(coefficients, settings, strict=True):
+                relative.append(coefficient / self.coefficient_at_zero(values))
+            if step.is_spike:
+                step.keep_spike(relative)
+            step.count(relative, [values[self.threshold] for values in settings])
         return loss
 
-    def _take(self, bundles: list[Bundle], step: HostStep | DeviceStep) -> None:
-        """Clip, update and count: in this order on the host and on a device."""
-        if self.defaults.get("clip") == "momentum":
-            parts = [step.averaged_(parts_of(bundle, self.state), bundle.group) for bundle in bundles]
-            step.average(list(map(joined, parts)))
-            groups = step.bounded()
-        else:
-            groups = step.bounded()
-            parts = [parts_of(bundle, self.state) for bundle in bundles]
-        norms: list[Quantity] = [*step.norms]
-        coefficients: list[Quantity] = list(map(self.coefficient, norms, groups))
-        for of_bundle, coefficient in zip(parts, coefficients, strict=True):
-            for part in of_bundle:
-                step.update(part, coefficient)
-        relative = list(map(truediv, coefficients, map(self.coefficient_at_zero, groups)))
-        step.look_for_spike(relative)
-        step.count(relative, [group[self.threshold] for group in groups])
 
-
-def reads_numbers(bundles: list[Bundle]) -> bool:
-    """Whether every number of a step is read on the host: none has to be waited for."""
-    return all(is_on_host(bundle) and not isinstance(bundle.rule.lr, Tensor) for bundle in bundles)
-
-
-def _check_rule(rule: ClipRule, group: Group) -> None:
-    """Raise where a rule cannot be followed."""
-    if rule.each != "norm" and group.get("clip") == "momentum":
-        raise ValueError(f'`max_norm={rule}` clips gradients, not averages. Use clip="gradient".')
-    check_scope(rule, group["norm_scope"])
-
-
-def _policy_of(settings: Group) -> Policy:
+def _policy_of(settings: Settings) -> Policy:
     return Policy(settings["norm_scope"], settings["nonfinite"], settings["skip_above"])
 
 
-_observed_step = Optimizer.profile_hook_step(ScaledOptimizer._unobserved_step)
+_observed_step = Optimizer.profile_hook_step(ScaledOptimizer._take_step)
 # Two passes over memory, which torch.compile would not make fewer: it leaves a step out of its graphs.
 _eager_step: Callable[..., Any] = _disable_dynamo(_observed_step)
 # What torch says where it is asked for one graph and cannot make it.
@@ -310,17 +313,19 @@ def _is_observed(optimizer: Optimizer) -> bool:
     )
 
 
-def _check_same_device(bundles: list[Bundle]) -> None:
+def _check_same_device(groups: Sequence[UpdateGroup]) -> None:
     """Raise if a graph would have to keep a number that it cannot read, or to read one."""
-    tensors = [t for b in bundles for t in (*b.params, b.group["lr"]) if isinstance(t, Tensor)]
-    if len({t.is_cpu for t in tensors}) > 1:
+    places = {p.is_cpu for group in groups for p in group.params}
+    lrs = [group.settings["lr"] for group in groups]
+    places |= {lr.is_cpu for lr in lrs if isinstance(lr, Tensor)}
+    if len(places) > 1:
         raise RuntimeError(
             "`capturable=True` needs all parameters on an accelerator or all on cpu, and a Tensor `lr` where "
             "they are. Move them, or give `lr` as a float, which a graph keeps as it is."
         )
 
 
-def check_between(name: str, value: Quantity, words: str, low: float = 0.0, high: float = math.inf) -> None:
+def check_between(name: str, value: Any, words: str, low: float = 0.0, high: float = math.inf) -> None:
     """Raise as torch does if ``value`` is no number, not finite or out of range."""
     if not hasattr(value, "__float__"):
         raise TypeError(f"`{name}` must be a number, got {value!r}.")

@@ -24,9 +24,8 @@ from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
 from curvestep.checks import check_choice
-from curvestep.optim._update import Number, Part, Rule
-from curvestep.optim.policy import Group
 from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, check_between
+from curvestep.optim.update import FloatOrTensor, Part, Rule, Settings
 
 # Below this factor w/c no longer fits into the precision of the fused kernel.
 _SMALLEST_FOLDED = 1e-6
@@ -57,15 +56,15 @@ class ScaledSGD(ScaledOptimizer):
         threshold: Name of the group entry with the gradient norm beyond which a step counts as clipped.
     """
 
-    def __init__(self, params: ParamsT, rule: Group, **options: Unpack[SGDOptions]) -> None:
+    def __init__(self, params: ParamsT, rule: Settings, **options: Unpack[SGDOptions]) -> None:
         check_choice("clip", options.get("clip", "gradient"), ("gradient", "momentum"))
         super().__init__(params, rule, {**SGDRule.defaults(), "clip": "gradient"}, options)
 
-    def rule(self, group: Group) -> SGDRule:
+    def rule(self, group: Settings) -> SGDRule:
         """Momentum, weight decay and ascent of a group."""
-        return SGDRule(*map(group.__getitem__, _CONSTANTS))
+        return SGDRule(*[group[name] for name in _CONSTANTS])
 
-    def check_group(self, group: Group) -> None:
+    def check_group(self, group: Settings) -> None:
         """Raise where the values of a group make no sense."""
         check_between("momentum", group["momentum"], "momentum value")
         check_between("dampening", group["dampening"], "dampening value", low=-sys.float_info.max)
@@ -87,7 +86,7 @@ class SGDRule(Rule):
         """The name that torch.optim.SGD uses, so that state dicts can be exchanged."""
         return ("momentum_buffer",) if self.momentum else ()
 
-    def first(self) -> SGDRule:
+    def for_new_buffers(self) -> SGDRule:
         """As torch: the first gradient that a buffer sees is not damped."""
         return replace(self, dampening=0.0)
 
@@ -100,10 +99,10 @@ class SGDRule(Rule):
             units=part.units,
         )  # fmt: skip
 
-    def by_fused(self, part: Part, scale: Number, skip: Tensor | None = None) -> None:
+    def by_fused(self, part: Part, scale: FloatOrTensor, skip: Tensor | None = None) -> None:
         """The kernel of torch; of its constants only lr can be a tensor, others need a scaled copy."""
-        if not isinstance(scale, Tensor):
-            self._by_folding(part, scale)
+        if not isinstance(scale, Tensor) and not isinstance(self.lr, Tensor):
+            self._by_folding(part, scale, self.lr)
             return
         lr = self.lr
         if part.buffers or self.weight_decay:
@@ -117,7 +116,7 @@ class SGDRule(Rule):
             nesterov=self.nesterov, maximize=self.maximize, found_inf=skip,
         )  # fmt: skip
 
-    def _by_folding(self, part: Part, scale: float) -> None:
+    def _by_folding(self, part: Part, scale: float, lr: float) -> None:
         """Fold c into the constants of torch's kernel: 16 bytes a parameter, 24 with momentum.
 
         c(g + (w/c) p) is what the kernel should use as its gradient; without momentum the outer c goes into
@@ -127,7 +126,7 @@ class SGDRule(Rule):
         if self.weight_decay and (self.nesterov or not fits):
             self.by_foreach(part, scale)
             return
-        lr, decay = float(self.lr), self.weight_decay / max(scale, _SMALLEST_FOLDED)
+        decay = self.weight_decay / max(scale, _SMALLEST_FOLDED)
         if not part.buffers:
             _fused_call(part, lr=lr * scale, weight_decay=decay, maximize=self.maximize)
             return
@@ -139,10 +138,11 @@ class SGDRule(Rule):
         else:
             _fused_call(part, lr=lr, weight_decay=decay, maximize=self.maximize, **constants)
 
-    def by_foreach(self, part: Part, scale: Number) -> None:
+    def by_foreach(self, part: Part, scale: FloatOrTensor) -> None:
         """A handful of calls over all parameters at once."""
         # Last tensor first: what the norm read last is still in the cache.
-        params, grads = part.params[::-1], part.grads[::-1]
+        params = part.params[::-1]
+        grads = part.grads[::-1]
         factor = self.signed(scale)
         if isinstance(factor, Tensor) or self.weight_decay or self.nesterov:
             grads = torch._foreach_mul(grads, factor)
@@ -156,18 +156,19 @@ class SGDRule(Rule):
             if self.nesterov:
                 torch._foreach_add_(grads, buffers, alpha=self.momentum)
             else:
-                grads, factor = buffers, 1.0
+                grads = buffers
+                factor = 1.0
         if isinstance(self.lr, Tensor):
             torch._foreach_add_(params, torch._foreach_mul(grads, -factor * self.lr))
         else:
             torch._foreach_add_(params, grads, alpha=-self.lr * factor)
 
-    def by_loop(self, part: Part, scale: Number) -> None:
+    def by_loop(self, part: Part, scale: FloatOrTensor) -> None:
         """:func:`update_loop` for each parameter."""
         for p, g, *buffer in zip(part.params, part.grads, *part.buffers, strict=True):
             update_loop(p, g, self, scale, *buffer)
 
-    def averaged_(self, part: Part, scale: Number) -> tuple[SGDRule, list[Tensor]]:
+    def update_momentum_(self, part: Part, scale: FloatOrTensor) -> tuple[SGDRule, list[Tensor]]:
         """Take ``scale`` times the gradients into the momentum; the rule without it, and where to go."""
         grads = part.grads
         if isinstance(scale, Tensor) or scale != 1:
@@ -185,7 +186,9 @@ class SGDRule(Rule):
 _CONSTANTS = [f.name for f in fields(SGDRule)]
 
 
-def update_loop(p: Tensor, g: Tensor, rule: SGDRule, scale: Number, buffer: Tensor | None = None) -> None:
+def update_loop(
+    p: Tensor, g: Tensor, rule: SGDRule, scale: FloatOrTensor, buffer: Tensor | None = None
+) -> None:
     """The formula for one parameter; the gradient may be sparse."""
     d = g * rule.signed(scale)
     if rule.weight_decay:
@@ -201,7 +204,7 @@ def update_loop(p: Tensor, g: Tensor, rule: SGDRule, scale: Number, buffer: Tens
 
 
 def _fused_call(part: Part, **constants: Any) -> None:
-    values: Group = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
+    values: Settings = {"weight_decay": 0.0, "momentum": 0.0, "dampening": 0.0, "nesterov": False}
     values |= {"found_inf": None, **constants}
     buffers = list(chain(*part.buffers))
     # Buffers start at zero, so no step is a first step to the kernel. Last tensor first: what the norm read

@@ -30,6 +30,16 @@ def as_sharded(local: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(local, like.device_mesh, like.placements, run_check=False)
 
 
+def replicated(number: Tensor, like: Tensor) -> Tensor:
+    """``number`` as a tensor that every rank of ``like`` has, or as it is."""
+    if not is_sharded(like):
+        return number
+    from torch.distributed.tensor import DTensor, Replicate
+
+    mesh = like.device_mesh
+    return DTensor.from_local(number, mesh, [Replicate()] * mesh.ndim, run_check=False)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """All of a tensor: of a DTensor what all ranks have, else the tensor itself."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
@@ -63,7 +73,7 @@ def in_zero_redundancy_optimizer() -> bool:
 
 def communicates(model: nn.Module) -> bool:
     """Whether the model is wrapped to be trained by several processes, however many there are."""
-    return bool(_data_parallel(model)) or any(map(is_sharded, model.parameters()))
+    return bool(_data_parallel(model)) or any(is_sharded(p) for p in model.parameters())
 
 
 def _data_parallel(model: nn.Module) -> list[DistributedDataParallel]:

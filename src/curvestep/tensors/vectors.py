@@ -12,15 +12,24 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from functools import cache, partial
-from itertools import chain, filterfalse
+from functools import cache
 from typing import Any, TypeAlias, overload
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from curvestep.tensors.distributed import is_sharded, placed, whole
-from curvestep.tensors.kernel import DTYPES, PLAIN, View, native, same_layout
+from curvestep.tensors.kernel import (
+    DTYPE_OF_NORM,
+    DTYPES,
+    PLAIN,
+    Array,
+    View,
+    safe_norms,
+    same_layout,
+    view_of,
+)
 
 # torch adds up the fp32 squares of a vector one after the other on CPU: over 25 M elements the norm is off by
 # 1e-3, or by 1e-2 if they are equal. In rows of at most this length it is right to 6e-7 whatever the entries,
@@ -36,8 +45,6 @@ PIECE = 1 << 18
 # Up to this size a difference is kept as it is: a call costs more than its entries.
 SMALL = 1 << 14
 
-# torch's dtype for the norms of tensors in half precision, whose squares overflow; of others their own.
-_DTYPE_OF_NORM = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 _WIDEST_DTYPE = {"mps": torch.float32}  # of every other device float64
 
 # Tensors of one kind are summed by one call: the function for it, and what they have in common.
@@ -91,16 +98,6 @@ def host_norm(tensors: list[Tensor], view: View | None = None) -> float:
     return cpu_norm(tensors, view)
 
 
-def view_of(*lists: list[Any]) -> View | None:
-    """Where the tensors of each list lie, if there is a kernel that can walk through all of them."""
-    if torch.compiler.is_compiling():  # no call of the kernel can be part of a graph
-        return None
-    kernel = native()
-    if kernel is None:
-        return None
-    return kernel.view(*lists)
-
-
 def _host_scalar(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float64, device="cpu")
 
@@ -109,6 +106,21 @@ def on_one_device(numbers: Sequence[Tensor]) -> list[Tensor]:
     """The numbers on the accelerator, if one of them is there."""
     device = next((number.device for number in numbers if not number.is_cpu), numbers[0].device)
     return [number.detach().to(device) for number in numbers]
+
+
+def read(tensors: Sequence[Tensor]) -> list[Array]:
+    """The numbers of each tensor as a vector on the host: one wait for a device.
+
+    Example:
+        >>> read([torch.tensor(2.0), torch.tensor([[1.0], [3.0]])])
+        [array([2.]), array([1., 3.])]
+    """
+    if not tensors:
+        return []
+    flat = [t.reshape(-1) for t in on_one_device(tensors)]
+    numbers = torch.cat(flat).to("cpu", torch.float64).numpy()
+    ends = np.cumsum([len(t) for t in flat])
+    return np.split(numbers, ends[:-1])
 
 
 def widest_dtype(device: torch.device) -> torch.dtype:
@@ -146,29 +158,19 @@ def _norm_on_host(tensors: list[Tensor]) -> Tensor:
 
 def cpu_norm(tensors: list[Tensor], view: View | None = None) -> float:
     """:func:`global_norm` of real, dense CPU tensors of one dtype; ``view`` is where they lie."""
-    if view is None:
-        check_memory("a tensor", tensors)
-        norm = _norm_by_torch(tensors)
-    else:
-        norm = math.sqrt(view.kernel.sum_of_squares(view))
+    if view is not None:
+        norm = view.kernel.norm(view)
+        return _rescaled_norm(tensors) if norm is None else norm
+    check_memory("a tensor", tensors)
+    norm = _norm_by_torch(tensors)
     low, high = safe_norms(tensors[0].dtype)
     return norm if low < norm < high else _rescaled_norm(tensors)
-
-
-@cache
-def safe_norms(dtype: torch.dtype) -> tuple[float, float]:
-    """Norms between which no square has overflowed, and none of an entry that matters has vanished.
-
-    An entry matters if it is above the rounding error of the norm.
-    """
-    limits = torch.finfo(_DTYPE_OF_NORM.get(dtype, dtype))
-    return math.sqrt(limits.tiny) / limits.eps, math.sqrt(limits.max) / 16
 
 
 def check_memory(name: str, tensors: Sequence[Any]) -> None:
     """Raise if the memory of a CPU tensor was given back: torch would read at address 0, a signal."""
     try:
-        freed = list(filter(_is_freed, filter(_is_in_memory, tensors)))
+        freed = [t for t in tensors if _is_in_memory(t) and _is_freed(t)]
     except (NotImplementedError, RuntimeError):  # what torch.func wraps does not tell
         return
     if freed:
@@ -210,7 +212,8 @@ def distance(new: Tensor, old: Tensor, *, overwrite: bool = False) -> Tensor:
         >>> distance(torch.tensor([3.0, 1.0]), torch.tensor([0.0, 5.0])).item()
         5.0
     """
-    a, b = new.detach(), old.detach()
+    a = new.detach()
+    b = old.detach()
     view = view_of([a], [b])
     if view is not None:
         apart = math.sqrt(view.kernel.sum_of_squares(view, apart=True))
@@ -239,8 +242,11 @@ def dot(a: Sequence[Tensor | None], b: Sequence[Tensor | None]) -> float:
         11.0
     """
     pairs = zip(a, b, strict=True)
-    products = [whole((x.double() * y.double()).sum()) for x, y in pairs if x is not None and y is not None]
-    return sum(map(Tensor.item, products), 0.0)
+    total = 0.0
+    for x, y in pairs:
+        if x is not None and y is not None:
+            total += whole((x.double() * y.double()).sum()).item()
+    return total
 
 
 def dot_of_changes(new: Tensor, old: Tensor, other_new: Tensor | None, other_old: Tensor | None) -> Tensor:
@@ -252,10 +258,10 @@ def dot_of_changes(new: Tensor, old: Tensor, other_new: Tensor | None, other_old
         10.0
     """
     if other_new is None:  # turn both around: (new - old)(-o) = (old - new)o
-        other_new, other_old, new, old = other_old, None, old, new
+        if other_old is None:
+            return _host_scalar(0.0)
+        return dot_of_changes(old, new, other_old, None)
     tensors = [_real(t.detach()) for t in (new, old, other_new, other_old) if t is not None]
-    if len(tensors) == 2:
-        return _host_scalar(0.0)
     if tensors[0].dtype in DTYPES and _are_contiguous_alike(tensors):
         # Pieces short enough that float32 sums are right to 1e-6 and that the differences stay in the cache.
         pieces = _pieces(tensors, SMALL)
@@ -289,22 +295,27 @@ def _minus(new: Tensor | None, old: Tensor | None = None, *, overwrite: bool = F
 
 def _norm_by_torch(tensors: Sequence[Tensor]) -> float:
     """The norm where there is no kernel for it: by rows, which torch adds up well enough."""
-    dtype, none = _DTYPE_OF_NORM.get(tensors[0].dtype), tensors[0].new_empty(0)
-    joined = torch.cat([none, *filter(_is_tiny, tensors)])
-    others = [*filterfalse(_is_tiny, tensors), joined]
-    norms_of_rows = partial(torch.linalg.vector_norm, ord=2, dim=1, dtype=dtype)
-    rows = map(norms_of_rows, chain(*map(_rows, filter(_is_large, others))))
-    norms = [*torch._foreach_norm([*filterfalse(_is_large, others), none], 2, dtype=dtype)]
-    norms.append(torch.linalg.vector_norm(torch.cat([none, *rows]).double()))
-    return math.hypot(*map(Tensor.item, norms))  # neither overflows nor loses digits
-
-
-def _is_tiny(t: Tensor) -> bool:
-    return t.dim() == 1 and t.numel() <= JOINED_SIZE
-
-
-def _is_large(t: Tensor) -> bool:
-    return t.numel() > MIDDLE
+    dtype = DTYPE_OF_NORM.get(tensors[0].dtype)
+    none = tensors[0].new_empty(0)
+    tiny = [none]
+    middle: list[Tensor] = []
+    large: list[Tensor] = []
+    for t in tensors:
+        if t.dim() == 1 and t.numel() <= JOINED_SIZE:
+            tiny.append(t)
+        elif t.numel() <= MIDDLE:
+            middle.append(t)
+        else:
+            large.append(t)
+    joined = torch.cat(tiny)
+    kind = middle if joined.numel() <= MIDDLE else large
+    kind.append(joined)
+    of_rows = [none]
+    for t in large:
+        of_rows += [torch.linalg.vector_norm(rows, ord=2, dim=1, dtype=dtype) for rows in _rows(t)]
+    norms = [*torch._foreach_norm([*middle, none], 2, dtype=dtype)]
+    norms.append(torch.linalg.vector_norm(torch.cat(of_rows).double()))
+    return math.hypot(*[norm.item() for norm in norms])  # neither overflows nor loses digits
 
 
 def _pieces(tensors: list[Tensor], size: int) -> Iterable[Sequence[Tensor]]:
@@ -340,7 +351,7 @@ def _row_length(size: int) -> int:
 
 def _rescaled_norm(tensors: Sequence[Tensor]) -> float:
     """The norm by way of the largest entry: slower, and right from the smallest to the largest float."""
-    filled = [tensors[0].new_zeros(1), *filter(torch.numel, tensors)]
+    filled = [tensors[0].new_zeros(1), *[t for t in tensors if t.numel() > 0]]
     largest = torch.stack(torch._foreach_norm(filled, math.inf)).max().item()  # NaN if one is
     if not 0.0 < largest < math.inf:
         return largest

@@ -12,8 +12,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import accumulate, chain, cycle
-from operator import attrgetter
+from itertools import accumulate, chain
 from pathlib import Path
 from struct import Struct
 from typing import Any, NamedTuple, TypeAlias
@@ -28,12 +27,20 @@ LIBRARY = Path(__file__).with_name("kernel.dylib" if sys.platform == "darwin" el
 DTYPES = (torch.float32, torch.float64)
 PLAIN = (Tensor, torch.nn.Parameter)  # types whose numbers surely lie in memory
 
-_RULE, _ADAM_RULE, _UNITS = Struct("dddddq"), Struct("dddddd"), Struct("PPdd")  # as in kernel.c
+# As in kernel.c.
+_RULE = Struct("dddddq")
+_ADAM_RULE = Struct("dddddd")
+_UNITS = Struct("PPdd")
 Array: TypeAlias = np.ndarray[Any, Any]
-_int64, _double, _pointer = ctypes.c_int64, ctypes.c_double, ctypes.c_void_p
-_PLAIN_IDS = (_pointer * 2)(*map(id, PLAIN))
+_int64 = ctypes.c_int64
+_double = ctypes.c_double
+_pointer = ctypes.c_void_p
+_PLAIN_IDS = (_pointer * 2)(*[id(kind) for kind in PLAIN])
+# torch's dtype for the norms of tensors in half precision, whose squares overflow; of others their own.
+DTYPE_OF_NORM = {torch.float16: torch.float32, torch.bfloat16: torch.float32}
 # What curvestep_view_plain returns if it is not -1: flags for float64 and for tensors of one element.
-_DOUBLE, _SINGLE = 1, 2
+_DOUBLE = 1
+_SINGLE = 2
 _PROCESS = os.getpid()
 
 
@@ -61,10 +68,13 @@ class Units:
     """
 
     def __init__(self, starts: Any, of_weights: tuple[float, float] | None = None) -> None:
-        self.starts, count = starts, starts[-1]
+        count = starts[-1]
+        self.starts = starts
         self._numbers = (_double * (3 * count + 2))()
         every = np.frombuffer(self._numbers)
-        self.norms, self.bounds, self.factors = every[:count], every[count : 2 * count], every[2 * count : -2]
+        self.norms = every[:count]
+        self.bounds = every[count : 2 * count]
+        self.factors = every[2 * count : -2]
         # The struct of C, which holds for as long as this object.
         places = ctypes.addressof(starts), ctypes.addressof(self._numbers)
         self.as_c = _UNITS.pack(*places, *(of_weights or (0.0, 0.0)))
@@ -79,8 +89,10 @@ class Kernel:
     """The functions of ``kernel.c``, compiled into ``library``."""
 
     def __init__(self, library: Path) -> None:
-        with_lock, loaded = ctypes.PyDLL(str(library)), ctypes.CDLL(str(library))
-        flag, struct = ctypes.c_int, ctypes.c_char_p
+        with_lock = ctypes.PyDLL(str(library))
+        loaded = ctypes.CDLL(str(library))
+        flag = ctypes.c_int
+        struct = ctypes.c_char_p
         lists = [_pointer, _pointer, _int64, flag, flag, flag]
         adamw = [*lists, struct, _pointer, flag, struct, _pointer]
         views = [_pointer, _pointer, _pointer, _int64, _int64, _pointer, _pointer, _pointer]
@@ -99,13 +111,15 @@ class Kernel:
         Only plain tensors and parameters surely have their numbers in memory: a subclass (fake, masked,
         wrapped) may have none, or others. Numbers that only we make are not looked at for marks.
         """
-        lists, count = (tensors, *others), len(tensors)
-        if len(set(map(len, lists))) > 1:
+        lists = (tensors, *others)
+        count = len(tensors)
+        if any(len(other) != count for other in others):
             return None
-        addresses, sizes = (_int64 * (count * len(lists)))(), (_int64 * count)()
+        addresses = (_int64 * (count * len(lists)))()
+        sizes = (_int64 * count)()
         starts = (_int64 * (count + 1))()
         if self._describe:
-            at = (_pointer * len(lists))(*map(id, lists))
+            at = (_pointer * len(lists))(*[id(each) for each in lists])
             try:
                 kind = self._view(self._describe, _PLAIN_IDS, at, len(lists), count, addresses, sizes, starts)
             except RuntimeError:  # torch has nothing to describe: sparse, on no device
@@ -116,6 +130,7 @@ class Kernel:
         # imaginary part of a conjugate, every second number in memory, which only a tensor of one element
         # walks through without gaps. A gradient, the first list, can have got it in other ways.
         looked_at = lists if kind & _SINGLE else lists[:1]
+        # By map: with thousands of tensors a loop is a tenth of the step.
         if kind < 0 or (may_be_negated and True in map(Tensor.is_neg, chain(*looked_at))):
             return None
         return View(addresses, sizes, starts, count, len(lists), kind & _DOUBLE, self)
@@ -127,6 +142,12 @@ class Kernel:
         """
         threads = _num_threads()
         return self._sum_of_squares(x.addresses, x.sizes, x.length, x.doubles, threads, apart, None, None)
+
+    def norm(self, x: View) -> float | None:
+        """The norm of the first list; None where squares may have overflowed, or vanished."""
+        low, high = safe_norms(torch.float64 if x.doubles else torch.float32)
+        norm = math.sqrt(self.sum_of_squares(x))
+        return norm if low < norm < high else None
 
     def norms_of_units(self, x: View, starts: Any, norms: Array, which: int = 0) -> float:
         r""":math:`\sum_u \lVert u \rVert^2` of list ``which``, and :math:`\lVert u \rVert` of each unit.
@@ -156,7 +177,7 @@ class Kernel:
         self._update(
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _RULE.pack(scale, weight_decay, momentum, 1 - dampening, lr, nesterov),
-            _as_c(units),
+            None if units is None else units.as_c,
         )  # fmt: skip
 
     def adamw(
@@ -179,7 +200,7 @@ class Kernel:
         given = (
             x.addresses, x.sizes, x.length, x.doubles, _num_threads(), x.num_lists,
             _ADAM_RULE.pack(scale, lr, *betas, eps, weight_decay), steps.addresses, steps.doubles,
-            _as_c(units),
+            None if units is None else units.as_c,
         )  # fmt: skip
         if update_rms == math.inf:
             self._adamw(*given, None)
@@ -192,12 +213,19 @@ class Kernel:
 
 
 def _typed(function: Any, result: Any, arguments: list[Any]) -> Callable[..., Any]:
-    function.restype, function.argtypes = result, arguments
+    function.restype = result
+    function.argtypes = arguments
     return function
 
 
-def _as_c(units: Units | None) -> bytes | None:
-    return None if units is None else units.as_c
+@cache
+def safe_norms(dtype: torch.dtype) -> tuple[float, float]:
+    """Norms between which no square has overflowed, and none of an entry that matters has vanished.
+
+    An entry matters if it is above the rounding error of the norm.
+    """
+    limits = torch.finfo(DTYPE_OF_NORM.get(dtype, dtype))
+    return math.sqrt(limits.tiny) / limits.eps, math.sqrt(limits.max) / 16
 
 
 @cache
@@ -225,14 +253,16 @@ def same_layout(t: Tensor, other: Tensor) -> bool:
 def _view_by_attributes(lists: Sequence[list[Tensor]], addresses: Any, sizes: Any, starts: Any) -> int:
     """Twin of ``curvestep_view_plain``, for a torch that does not let C look at its tensors."""
     first = lists[0]
-    if not all(map(_is_walkable, chain(*lists))) or not all(map(same_layout, chain(*lists), cycle(first))):
-        return -1
-    dtypes = set(map(attrgetter("dtype"), first))
+    for tensors in lists:
+        for t, of_first in zip(tensors, first, strict=True):
+            if not _is_walkable(t) or not same_layout(t, of_first):
+                return -1
+    dtypes = {t.dtype for t in first}
     if len(dtypes) > 1:
         return -1
-    sizes[:] = list(map(Tensor.numel, first))
-    addresses[:] = list(map(Tensor.data_ptr, chain(*lists)))
-    units = list(map(_units_of, first))
+    sizes[:] = [t.numel() for t in first]
+    addresses[:] = [t.data_ptr() for t in chain(*lists)]
+    units = [_units_of(t) for t in first]
     starts[:] = [0, *accumulate(units)]
     if 0 in units:
         starts[len(first)] = -1
@@ -263,7 +293,7 @@ def _describe() -> int | None:
     if capsule is None:
         return None
     pointer_in: Callable[..., Any] = ctypes.pythonapi.PyCapsule_GetPointer
-    pointer_in.restype, pointer_in.argtypes = _pointer, [ctypes.py_object, ctypes.c_char_p]  # pyright: ignore
+    _typed(pointer_in, _pointer, [ctypes.py_object, ctypes.c_char_p])
     interface = pointer_in(capsule, b"dlpack_exchange_api")
     # Two numbers of the version, a pointer, and the functions: this one is the fourth.
     major = ctypes.c_uint32.from_address(interface).value
@@ -299,6 +329,16 @@ def native() -> Kernel | None:
     return kernel if is_right else None
 
 
+def view_of(*lists: list[Any]) -> View | None:
+    """Where the tensors of each list lie, if there is a kernel that can walk through all of them."""
+    if torch.compiler.is_compiling():  # no call of the kernel can be part of a graph
+        return None
+    kernel = native()
+    if kernel is None:
+        return None
+    return kernel.view(*lists)
+
+
 def _follows_formula(kernel: Kernel) -> bool:
     """Try each function on seventy numbers of each dtype: more than a vector register holds, and a rest."""
     trials = (_sums_squares, _updates, _takes_adamw_step)
@@ -312,14 +352,16 @@ def _walkable(kernel: Kernel, *lists: list[Tensor]) -> View:
 
 
 def _sums_squares(kernel: Kernel, dtype: torch.dtype) -> bool:
-    p, g = torch.arange(70, dtype=dtype), torch.full((70,), 2.0, dtype=dtype)
+    p = torch.arange(70, dtype=dtype)
+    g = torch.full((70,), 2.0, dtype=dtype)
     view = _walkable(kernel, [g], [p])
     is_distance = math.isclose(kernel.sum_of_squares(view, apart=True), (p - 2).square().sum().item())
     return is_distance and math.isclose(kernel.sum_of_squares(view), 280)
 
 
 def _updates(kernel: Kernel, dtype: torch.dtype) -> bool:
-    p, g = torch.arange(70, dtype=dtype), torch.full((70,), 2.0, dtype=dtype)
+    p = torch.arange(70, dtype=dtype)
+    g = torch.full((70,), 2.0, dtype=dtype)
     b = torch.ones(70, dtype=dtype)
     expected_b = 0.5 * b + 0.25 * (0.5 * g + 3.0 * p)
     expected_p = p - 0.125 * expected_b
@@ -331,8 +373,12 @@ def _updates(kernel: Kernel, dtype: torch.dtype) -> bool:
 def _takes_adamw_step(kernel: Kernel, dtype: torch.dtype) -> bool:
     """The first step of AdamW from zero moments is one of length lr by the sign of the gradient."""
     g = torch.full((70,), 2.0, dtype=dtype)
-    p, m, v, step = torch.ones_like(g), torch.zeros_like(g), torch.zeros_like(g), torch.zeros(())
-    view, steps = _walkable(kernel, [g], [p], [m], [v]), _walkable(kernel, [step])
+    p = torch.ones_like(g)
+    m = torch.zeros_like(g)
+    v = torch.zeros_like(g)
+    step = torch.zeros(())
+    view = _walkable(kernel, [g], [p], [m], [v])
+    steps = _walkable(kernel, [step])
     kernel.adamw(view, steps, scale=0.5, lr=0.25, betas=(0.75, 0.5), eps=0.0, weight_decay=0.5)
     found = [(p, 0.625), (m, 0.25), (v, 0.5), (step, 1.0)]
     return all(torch.allclose(t, torch.full_like(t, expected)) for t, expected in found)
