@@ -1,13 +1,14 @@
 """The public names and their modules; ``__init__.py`` reads this file, and imports a name on first use."""
 
-from curvestep import clip_rules as clip_rules, loggers as loggers, steps as steps
+from curvestep import clip_rules as clip_rules, steps as steps
 from curvestep.advice.advice import Advice as Advice, advise as advise
 from curvestep.autopsy.recorder import Autopsy as Autopsy
 from curvestep.calibration.calibrate import calibrate as calibrate
+from curvestep.calibration.clip_direction import ClippingBias as ClippingBias, clipping_bias as clipping_bias
+from curvestep.calibration.loaders import representative_batches as representative_batches
 from curvestep.calibration.result import Calibration as Calibration
-from curvestep.clip_direction import ClippingBias as ClippingBias, clipping_bias as clipping_bias
 from curvestep.fit.fit import SmoothnessFit as SmoothnessFit, fit_smoothness as fit_smoothness
-from curvestep.loaders import representative_batches as representative_batches
+from curvestep.integrations import loggers as loggers
 from curvestep.optim.adamw import ClippedAdamW as ClippedAdamW
 from curvestep.optim.clip import clip as clip
 from curvestep.optim.clipped import ClippedSGD as ClippedSGD

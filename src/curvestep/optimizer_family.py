@@ -142,3 +142,8 @@ def _known_name(optimizer: Any) -> str:
     kind = optimizer if isinstance(optimizer, type) else type(inner_optimizer(optimizer))
     names = [base.__name__ for base in kind.__mro__]
     return next((name for name in names if name in _FAMILIES), names[0])
+
+
+def group_peak(group: dict[str, Any]) -> float:
+    """Largest learning rate that a group's schedule reaches, as far as the group says."""
+    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))

@@ -11,8 +11,8 @@ from torch import nn
 from torch.optim import lr_scheduler
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip, clip_rules
+from curvestep.calibration.lr_schedules import peak_lr, shares_of_groups, shares_of_parameters
 from curvestep.calibration.method import method_of
-from curvestep.lr_schedules import peak_lr, shares_of_groups, shares_of_parameters
 from tests.calibration.models import Lion, kinds, network
 
 

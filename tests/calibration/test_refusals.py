@@ -9,7 +9,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from curvestep import calibrate
-from curvestep.loaders import Readable
+from curvestep.calibration.loaders import Readable
 from tests.calibration.models import Noisy, kinds, targets
 from tests.models import batch_loss, mlp
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from hypothesis import given, strategies as st
 from torch import nn
 
-from curvestep.loaders import representative_batches
+from curvestep.calibration.loaders import representative_batches
 from curvestep.smoothness.observer import batch_length
 from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.replay import Replay

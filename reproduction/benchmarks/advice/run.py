@@ -35,7 +35,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 import curvestep as cs
-from curvestep.lr_schedules import SCHEDULES
+from curvestep.calibration.lr_schedules import SCHEDULES
 
 # By name from calibrate's benchmark. The second row judged a first rule, the third a second one,
 # noisy.py a third, spent.py a fourth; all then changed: what judges now is in held_out.py.

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvestep import ClippedAdamW, ClippedSGD, calibrate
-from curvestep.lr_schedules import SCHEDULES
+from curvestep.calibration.lr_schedules import SCHEDULES
 from curvestep.tensors.vectors import global_norm
 
 FIXED = {"AdamW 1e-3": 1e-3, "AdamW 3e-4": 3e-4, "AdamW 4e-3": 4e-3}

@@ -17,14 +17,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvestep.bracket import Gradients, step_along_gradient
 from curvestep.calibration import calibration_words as words, pilots
+from curvestep.calibration.bracket import Gradients, step_along_gradient
+from curvestep.calibration.loaders import Batch, Supply, check_batches, unmoved
+from curvestep.calibration.lr_schedules import check_schedule, peak_lr, shares_of_parameters
 from curvestep.calibration.method import Method, method_of
 from curvestep.calibration.pilots import LONG, MOST_ARMS, NUM_JUDGES, SHORT
 from curvestep.calibration.result import Calibration
 from curvestep.checks import check_count, check_positive
-from curvestep.loaders import Batch, Supply, check_batches, unmoved
-from curvestep.lr_schedules import check_schedule, peak_lr, shares_of_parameters
 from curvestep.optimizer_family import Family
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.oracle import BatchReplay

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from curvestep.calibration.loaders import Batch
 from curvestep.calibration.method import Method
 from curvestep.calibration.pilots import FIRST_OCTAVES, NUM_JUDGES, RULES, SUFFICIENT, Arm
-from curvestep.loaders import Batch
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family
 from curvestep.smoothness.observer import differs_in_eval

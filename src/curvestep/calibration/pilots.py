@@ -24,9 +24,9 @@ import numpy as np
 from torch import Tensor
 from torch.optim import Optimizer
 
+from curvestep.calibration.loaders import Batch, Supply
+from curvestep.calibration.lr_schedules import SCHEDULES, shares_of_groups
 from curvestep.calibration.method import Method
-from curvestep.loaders import Batch, Supply
-from curvestep.lr_schedules import SCHEDULES, shares_of_groups
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.oracle import BatchReplay
 from curvestep.tensors.vectors import global_norm

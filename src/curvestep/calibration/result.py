@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from curvestep.calibration import calibration_words as words
+from curvestep.calibration.lr_schedules import is_below_peak, set_peak
 from curvestep.calibration.pilots import Arm, longest
 from curvestep.files import dump_json, load_json, write_atomically
-from curvestep.lr_schedules import is_below_peak, set_peak
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family, family_of, momenta, threshold_of
 from curvestep.report.markup import html_table

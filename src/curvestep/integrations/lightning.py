@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from curvestep.calibration.calibrate import calibrate
+from curvestep.calibration.loaders import Readable, unmoved
 from curvestep.calibration.result import Calibration
 from curvestep.integrations.reporting import (
     Options,
@@ -36,7 +37,6 @@ from curvestep.integrations.reporting import (
     warn_if_clipped_twice,
 )
 from curvestep.integrations.step_norms import ClipReport
-from curvestep.loaders import Readable, unmoved
 from curvestep.smoothness.observer import ClipsItself, batch_length
 from curvestep.smoothness.snapshot import restore_on_exit
 from curvestep.tensors.distributed import spans_ranks

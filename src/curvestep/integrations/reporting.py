@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.utils.data import IterableDataset
 
-from curvestep.loggers import Logger
+from curvestep.integrations.loggers import Logger
 from curvestep.smoothness.observer import ClipsItself, batch_length
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.schedule import Schedule

@@ -28,6 +28,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
 from curvestep.calibration import calibrate as trials
+from curvestep.calibration.loaders import Readable, unmoved
 from curvestep.calibration.result import Calibration, read_calibration, write_calibration
 from curvestep.files import write_atomically
 from curvestep.integrations.reporting import (
@@ -39,7 +40,6 @@ from curvestep.integrations.reporting import (
     warn_if_clipped_twice,
 )
 from curvestep.integrations.step_norms import ClipReport
-from curvestep.loaders import Readable, unmoved
 from curvestep.optimizer_family import check_optimizer
 from curvestep.smoothness.observer import ClipsItself
 from curvestep.smoothness.probe import SmoothnessProbe

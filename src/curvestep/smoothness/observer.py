@@ -18,8 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
-from curvestep.lr_schedules import group_peak
-from curvestep.optimizer_family import family_of, parameters_of, threshold_of
+from curvestep.optimizer_family import family_of, group_peak, parameters_of, threshold_of
 from curvestep.smoothness.replay import Closure, Gradients, checked_loss, gradients_of, is_empty
 from curvestep.smoothness.snapshot import PassState
 from curvestep.steps import is_clipped

@@ -9,6 +9,8 @@ from typing import Any
 from torch import Tensor
 from torch.optim import Optimizer
 
+from curvestep.optimizer_family import group_peak
+
 
 def constant(num_steps: int) -> list[float]:
     """The same rate at every step."""
@@ -38,11 +40,6 @@ def check_schedule(schedule: str) -> None:
             f"`schedule` must be {listed}, got {schedule!r}. Every decay, cosine, linear or one-cycle, is "
             "'warmup-decay'."
         )
-
-
-def group_peak(group: dict[str, Any]) -> float:
-    """Largest learning rate that a group's schedule reaches, as far as the group says."""
-    return float(group.get("max_lr", group.get("initial_lr", group["lr"])))
 
 
 def peak_lr(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> float:

@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from scipy.stats import t as student
 from torch import Tensor, nn
 
+from curvestep.calibration.loaders import Batch, check_batches, unmoved
 from curvestep.checks import check_count, check_positive
-from curvestep.loaders import Batch, check_batches, unmoved
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.oracle import BatchReplay
 from curvestep.tensors.vectors import dot, global_norm

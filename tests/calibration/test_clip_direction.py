@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 import curvestep as cs
-from curvestep.clip_direction import bias_of
+from curvestep.calibration.clip_direction import bias_of
 
 MEAN, LARGE, RARE = 1.0, 4.5, 0.1
 SMALL = LARGE * RARE / (1 - RARE)

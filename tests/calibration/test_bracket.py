@@ -6,7 +6,7 @@ import pytest
 import torch
 from hypothesis import given, strategies as st
 
-from curvestep.bracket import (
+from curvestep.calibration.bracket import (
     LARGEST,
     PER_OCTAVE,
     SMALLEST,
