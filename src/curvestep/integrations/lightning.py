@@ -101,7 +101,7 @@ class SmoothnessCallback(StepMeasurement, Callback):
         if self.probe is not None and self._begins:
             self._begun = True
             if not self.probe.due or any(p.grad is not None for p in self.probe.parameters):
-                self.probe._begin(optimizer)  # else training_step left this batch out
+                self.probe._begin(optimizer, clipped=False)  # else training_step left this batch out
 
     def on_train_batch_start(
         self, trainer: Trainer, pl_module: LightningModule, batch: object, batch_idx: int

@@ -138,7 +138,8 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
         # Each loss is this batch's share of a sum, and the probe takes means.
         loss = record_training_step(probe, train, lambda loss: loss * num_parts, replayed, inputs)
         if trainer.accelerator.sync_gradients and self._begins:
-            probe._begin(check_optimizer(trainer.optimizer))  # clipping by max_grad_norm comes next
+            # Clipping by max_grad_norm comes next.
+            probe._begin(check_optimizer(trainer.optimizer), clipped=False)
             self._begun = True
         return loss
 
