@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from curvestep.fit import diagnostics
+from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.samples import usable_samples
 from tests.fit.traces import autoregression, inside_steps, make_trace, simulated
 
@@ -191,3 +192,53 @@ def test_the_page_on_trust_has_a_line_for_every_warning():
     table = page.partition("| the fit warns of |")[2].partition("\n\n")[0]
     named = re.findall(r"^\| ([a-z ]+) \|", table, re.MULTILINE)
     assert sorted(named) == sorted(kind.replace("-", " ") for kind in kinds)
+
+
+# In a whole fit
+
+
+def is_named(trace, kind):
+    return kind in {warning.kind for warning in fit_smoothness(trace, control=False).warnings}
+
+
+def test_edge_of_stability_is_named_only_where_steps_are_not_clipped():
+    rng = np.random.default_rng(0)
+    g = np.exp(0.4 * autoregression(rng, 200, 0.5))
+    ell = 2 / 0.1 * rng.uniform(0.8, 1.05, 200)
+    assert is_named(make_trace(g, ell, step_norm=0.1 * g, lr=0.1), "edge-of-stability")
+    assert not is_named(make_trace(g, ell / 10, step_norm=0.1 * g, lr=0.1), "edge-of-stability")
+    assert not is_named(make_trace(g, ell, step_norm=0.1 * g, lr=1.0, coefficient=0.1), "edge-of-stability")
+    along = make_trace(g, np.clip(20 * g, 14, 26), step_norm=0.1 * g, lr=0.1)
+    assert not is_named(along, "edge-of-stability")  # smoothness follows the gradient
+
+
+def test_narrow_range_few_points_and_noise_floor_are_named():
+    rng = np.random.default_rng(0)
+    g, ell = simulated(rng, num=200)
+    narrow = make_trace(np.full(60, 2.0) + 0.01 * rng.uniform(size=60), ell[:60])
+    assert is_named(narrow, "narrow-range")
+    assert is_named(make_trace(g[:20], ell[:20]), "few-points")
+    assert fit_smoothness(make_trace(g, ell, **inside_steps(g, ell)), control=False).warnings == ()
+
+
+HALF = {"eps": 2.0**-7, "header": {"dtype": "float32"}}  # bfloat16 under autocast: rows know better
+
+
+@pytest.mark.parametrize(("kappa", "columns", "named"), [
+    (1e-6, {}, True), (1e-6, {"header": {"dtype": "float64"}}, False), (0.01, HALF, True), (0.1, HALF, False),
+    (1e-6, {"eps": 2.0**-23, "header": {"dtype": "float64"}}, True), (1e-3, {"self_test": 2e-4}, True),
+    (1e-3, {"self_test": 2e-5}, False), (1e-3, {"self_test": None, "eps": None}, False),
+])  # fmt: skip
+def test_noise_floor_is_that_of_the_rows_own_precision_and_self_test(kappa, columns, named):
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    assert is_named(make_trace(g, ell, kappa=kappa, step_norm=0.1, **columns), "noise-floor") == named
+
+
+@pytest.mark.parametrize("far", [1e-40, 1e15, 1e30])
+def test_one_row_far_beyond_the_others_is_fitted_and_named(far):
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    g[-1], ell[-1] = (far, 2 * far) if far > 1 else (far, 1.0)
+    fit = fit_smoothness(make_trace(g, ell, step_norm=0.1 * g, lr=0.1))
+    assert math.isfinite(fit.L0)
+    assert fit.L1_interval[0] <= fit.L1 <= fit.L1_interval[1]
+    assert ("far-row" in {warning.kind for warning in fit.warnings}) == (far > 1)

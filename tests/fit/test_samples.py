@@ -1,46 +1,17 @@
+"""Rows that a fit uses: which are left out, why too few are refused, and those of one layer."""
+
+import dataclasses
 import math
+import re
 
 import numpy as np
 import pytest
 
 from curvestep.fit.fit import fit_smoothness
 from curvestep.fit.samples import evenly_spaced, usable_samples
-from curvestep.trace.columns import clip_norms
-from curvestep.trace.history import typical
+from curvestep.trace.schema import NONFINITE
 from curvestep.trace.trace import Trace
-from tests.fit.traces import make_trace
-
-
-def test_a_recorded_coefficient_says_what_was_clipped_and_at_which_norm():
-    g = np.array([0.5, 1.0, 4.0])
-    norms = clip_norms({"coefficient": np.minimum(1.0, 1.0 / g), "grad_norm": g})
-    np.testing.assert_array_equal(norms, [math.inf, math.inf, 1.0])
-    assert typical(norms, missing=math.inf) == 1.0
-    assert typical(norms[:2], missing=math.inf) == math.inf
-
-
-def test_without_a_coefficient_the_step_length_says_what_was_clipped():
-    g = np.array([0.5, 1.0, 4.0, 2.0, 2.0])
-    length = 0.1 * np.array([0.5, 1.0, 1.0, math.nan, 2.0])
-    norms = clip_norms({"grad_norm": g, "step_norm": length, "lr": [0.1, 0.1, 0.1, 0.1, math.nan]})
-    np.testing.assert_allclose(norms, [math.inf, math.inf, 1.0, math.nan, math.nan])
-
-
-def test_a_coefficient_outweighs_the_step_length():
-    """Momentum makes steps longer or shorter than lr·‖g‖: that is no clipping."""
-    assert clip_norms({"coefficient": 1.0, "grad_norm": 4.0, "step_norm": 0.1, "lr": 0.1}) == math.inf
-
-
-@pytest.mark.parametrize(
-    ("optimizer", "norm"), [("SGD", 1.0), ("", 1.0), ("AdamW", math.nan), ("RAdam", math.nan)]
-)
-def test_the_length_of_adams_steps_says_nothing_of_clipping(optimizer, norm):
-    row = {"step": 0, "grad_norm": 4.0, "step_norm": 0.1, "lr": 0.1}
-    by_header, by_row = Trace(header={"optimizer": optimizer}), Trace()
-    by_header.append(row)
-    by_row.append({**row, "optimizer": optimizer})
-    for trace in (by_header, by_row):
-        np.testing.assert_array_equal(trace.clip_norm, [norm])
+from tests.fit.traces import make_trace, simulated
 
 
 def test_samples_cut_to_some_rows_keep_all_their_columns_in_step():
@@ -108,3 +79,75 @@ def test_a_layer_that_was_not_measured_is_refused_with_the_names_of_the_others()
         usable_samples(layered(), layer="c")
     with pytest.raises(ValueError, match="No row has layers"):
         usable_samples(make_trace(np.ones(20), np.ones(20)), layer="a")
+
+
+def test_noise_scale_is_the_quotient_of_means():
+    g, ell = simulated(np.random.default_rng(0), num=40)
+    columns = {"grad_variance": [8.0, 72.0] * 20, "grad_signal": [-1.0, 11.0] * 20}
+    fit = fit_smoothness(make_trace(g, ell, **columns), control=False)
+    assert fit.noise_scale == pytest.approx(40 / 5)
+    assert "noise scale" in fit.details()
+    assert fit_smoothness(make_trace(g, ell), control=False).noise_scale is None
+    columns["grad_signal"] = [-1.0, 0.5] * 20
+    assert fit_smoothness(make_trace(g, ell, **columns), control=False).noise_scale == math.inf
+
+
+def test_bad_rows_are_skipped_and_counted():
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    clean = fit_smoothness(make_trace(g, ell), control=False)
+    trace = make_trace(g, ell)
+    trace.append({"step": 100, "grad_norm": math.nan, "smoothness": 1.0})
+    trace.append({"step": 101, "grad_norm": 1.0, "smoothness": 1e9, "status": NONFINITE})
+    trace.append({"step": 102, "grad_norm": 1.0, "smoothness": math.inf})
+    trace.append({"step": 103, "loss": 1.0})
+    dirty = fit_smoothness(trace, control=False)
+    assert dirty.num_skipped == 4
+    assert dataclasses.replace(dirty, num_skipped=0) == clean
+
+
+@pytest.mark.parametrize("size", [5e-324, 1e-200, 1e200])
+def test_numbers_whose_squares_are_not_finite_are_skipped(size):
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    with pytest.raises(ValueError, match="got 0 of 60"):
+        fit_smoothness(make_trace(size * g, size * ell, step_norm=0.1, lr=0.1))
+
+
+def test_trace_that_cannot_be_fitted_is_refused_with_the_reason():
+    with pytest.raises(ValueError, match=r"has no rows: no step was measured.*probe.watch"):
+        fit_smoothness(Trace())
+    with pytest.raises(ValueError, match="got 1 of 1"):
+        fit_smoothness(make_trace([1.0], [1.0]))
+    trace = make_trace(np.full(30, np.nan), np.ones(30))
+    trace.append({"step": 99, "status": NONFINITE})
+    with pytest.raises(ValueError, match="1 marked as not ok, 30 without a positive finite `grad_norm`"):
+        fit_smoothness(trace)
+    g, ell = simulated(np.random.default_rng(0), num=30)
+    for bad in ({"quantile": 1.0}, {"level": 0.0}, {"estimator": "sharpness"}):
+        with pytest.raises(ValueError, match=f"`{next(iter(bad))}` must be"):
+            fit_smoothness(make_trace(g, ell), **bad)
+
+
+def counted(fit):
+    """The numbers in the warning of estimates that had not converged; empty if there is none."""
+    texts = [warning.text for warning in fit.warnings if warning.kind == "unconverged"]
+    return [int(number) for text in texts for number in re.findall(r"\d+", text)]
+
+
+@pytest.mark.parametrize("kind", ["spectral", "local"])
+def test_estimates_that_had_not_converged_are_left_out_and_counted(kind):
+    g, ell = simulated(np.random.default_rng(0), num=60)
+    late = np.arange(60) % 3 == 0
+    columns = {f"{kind}_smoothness": np.where(late, 0.01, ell), f"{kind}_converged": ~late}
+    trace = make_trace(g, ell, **columns)
+    fit = fit_smoothness(trace, estimator=f"{kind}_smoothness", control=False)
+    assert (fit.num_points, fit.num_skipped) == (40, 20)
+    assert counted(fit) == [20, 60]
+    troubled = Trace()
+    for row in trace:
+        troubled.append({**row, "status": "ok" if row["step"] >= 6 else "failed"})
+    fit = fit_smoothness(troubled, estimator=f"{kind}_smoothness", control=False)
+    assert counted(fit) == [18, 54]
+    assert counted(fit_smoothness(trace, control=False)) == []
+    trace = make_trace(g, ell, **columns | {f"{kind}_converged": 0})
+    with pytest.raises(ValueError, match="60 whose estimate had not converged"):
+        fit_smoothness(trace, estimator=f"{kind}_smoothness")
