@@ -153,8 +153,8 @@ def runs_table(results: Results) -> str:
         "correlation of logs", "exponent",
     ]  # fmt: skip
     lines = [head, ["---"] * len(head)]
-    for setting in results.there(dict.fromkeys(run.setting for run in results.plan.runs)):
-        runs = results.shown(setting)
+    for setting in results.settings_with_runs(dict.fromkeys(run.setting for run in results.plan.runs)):
+        runs = results.runs_to_draw(setting)
         lost = sum(run.status["status"] == "diverged" for run in runs)
         losses = spread(runs, lambda run: final_loss(*run.column("loss")))
         cells = [

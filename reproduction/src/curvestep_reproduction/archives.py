@@ -34,19 +34,19 @@ def pack_runs(folder: Path, target: Path, *, commit: str, unended: bool = False)
 
     Runs that have not ended are left out, or with ``unended`` packed as they stand, to their last whole row.
     """
-    found = [run for run in runs_below(folder) if unended or has_ended(run)]
-    for run in found:
+    runs = [run for run in runs_below(folder) if unended or has_ended(run)]
+    for run in runs:
         _pack(run, target, RUN_FILES, commit)
-    return [run.name for run in found]
+    return [run.name for run in runs]
 
 
 def pack_unfinished(folder: Path, target: Path, *, commit: str) -> list[str]:
     """Pack every run below ``folder`` that has not ended, with its checkpoint: to go on elsewhere."""
-    found = [run for run in runs_below(folder) if (run / CHECKPOINT).exists() and not has_ended(run)]
-    for run in found:
+    runs = [run for run in runs_below(folder) if (run / CHECKPOINT).exists() and not has_ended(run)]
+    for run in runs:
         # The checkpoint first: rows that are written meanwhile are cut off when the run goes on.
         _pack(run, target, (CHECKPOINT, *RUN_FILES), commit)
-    return [run.name for run in found]
+    return [run.name for run in runs]
 
 
 def put_back(source: Path, folder: Path) -> list[str]:

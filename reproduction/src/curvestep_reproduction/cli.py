@@ -117,7 +117,8 @@ def data(parser: Parser, args: list[str]) -> int:
     parser.flag("--offline", "Only check what is here already")
     parser.flag("--quiet", "Show no progress")
     parser.prog = "curvestep data get"
-    action, rest = args[:1], args[1:]
+    action = args[:1]
+    rest = args[1:]
     if action in (["-h"], ["--help"]):
         parser.show_help()
     if action != ["get"]:

@@ -11,8 +11,10 @@ from curvestep_reproduction.tasks import PIECE_WORDS
 
 # CPU seconds, measured on one core of the machine that the plan was made on: of a step of training, and of a
 # gradient of one batch when measuring.
-_LANGUAGE_STEP, _LANGUAGE_OVERHEAD = 0.033, 0.011  # a gradient is a step less its overhead
-_IMAGE_STEP, _IMAGE_GRADIENT = 0.064, 0.066
+_LANGUAGE_STEP = 0.033
+_LANGUAGE_OVERHEAD = 0.011  # a gradient is a step less this
+_IMAGE_STEP = 0.064
+_IMAGE_GRADIENT = 0.066
 
 
 def cost_of(recipe: Recipe) -> float:

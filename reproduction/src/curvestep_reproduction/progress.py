@@ -47,9 +47,13 @@ class Progress:
         interval: float = 10.0,
         shown: bool = True,
     ) -> None:
-        self.title, self.total, self.interval = title, total, interval
+        self.title = title
+        self.total = total
+        self.interval = interval
         self.unit: Unit = unit
-        self._first, self._shown, self._ended = start, shown, False
+        self._first = start
+        self._shown = shown
+        self._ended = False
         self._bar: bars.Progress | None = None
 
     def __enter__(self) -> Progress:
@@ -79,13 +83,15 @@ class Progress:
         May be called after every step: a bar is redrawn five times a second at most, a line written only
         after ``interval`` seconds or at the end.
         """
-        now, ended = time.monotonic(), 0 < self.total <= done
+        now = time.monotonic()
+        ended = 0 < self.total <= done
         is_due = ended or now - self._last >= (0.2 if self._bar else self.interval)
         if not self._shown or self._ended or not is_due:
             return
-        self._last, self._ended = now, ended
+        self._last = now
+        self._ended = ended
         words = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in numbers.items()]
-        text = "  ".join(filter(None, [text, *words]))
+        text = "  ".join([text, *words] if text else words)
         if self._bar:
             self._bar.update(
                 self._bar.task_ids[0], total=self.total or None, completed=done, text=text, refresh=True

@@ -23,7 +23,8 @@ def _check_range(name: str, value: float | tuple[float, ...], *, low: float, hig
 
 
 _check_size = partial(check_count, least=0)  # 0 stands for none, or for all
-_ABOVE_0, _BELOW_1 = math.nextafter(0, 1), math.nextafter(1, 0)
+_ABOVE_0 = math.nextafter(0, 1)
+_BELOW_1 = math.nextafter(1, 0)
 _check_probability = partial(_check_range, low=0, high=_BELOW_1, words="a probability below 1")
 CHECKS: dict[str, Callable[..., object]] = {
     "lr": check_positive, "offset": check_positive,

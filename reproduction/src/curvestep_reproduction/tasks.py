@@ -89,7 +89,8 @@ def _load_images(recipe: ImageRecipe, **where: bool) -> Images:
 
 
 def _load_corpus(recipe: LanguageRecipe, **where: bool) -> Corpus:
-    name, size = recipe.corpus, recipe.vocabulary or 10_000
+    name = recipe.corpus
+    size = recipe.vocabulary or 10_000
     if name not in ("ptb", "topics"):
         return load_corpus(name, max_vocabulary=size)
     if name == "ptb":
@@ -110,9 +111,11 @@ class LanguageTask:
     splits = ("valid", "test")  # held-out data; the first is evaluated on the way, all at the end
 
     def __init__(self, recipe: LanguageRecipe, corpus: Corpus, *, rank: int = 0, world_size: int = 1) -> None:
-        self.recipe, self.corpus = recipe, corpus
+        self.recipe = recipe
+        self.corpus = corpus
         self.mine = part_of_batch(recipe, rank, world_size)
-        self.data_name, self.data_source = corpus.name, corpus.source
+        self.data_name = corpus.name
+        self.data_source = corpus.source
         words = corpus.train[: recipe.num_words or None]
         if len(words) < 2 * recipe.batch_size:
             raise ValueError(
@@ -140,7 +143,7 @@ class LanguageTask:
 
     def num_steps(self) -> int:
         """Steps of the whole run: given, or the pieces of all epochs."""
-        return self.recipe.steps or sum(map(len, map(self._pieces, range(self.recipe.epochs))))
+        return self.recipe.steps or sum(len(self._pieces(epoch)) for epoch in range(self.recipe.epochs))
 
     def batch(self, step: int) -> tuple[Tensor, Tensor]:
         """This process's words of step ``step``, and those that follow them, shaped (time, streams)."""
@@ -158,7 +161,8 @@ class LanguageTask:
 
     def loss(self, model: nn.Module, batch: tuple[Any, ...], state: Any = None) -> tuple[Tensor, Any]:
         """Mean cross-entropy, with the recipe's penalties, and the state, cut off from its past."""
-        (words, following), recipe = batch, self.recipe
+        words, following = batch
+        recipe = self.recipe
         weights = {"alpha": recipe.activation_penalty, "beta": recipe.temporal_penalty}
         logits, state, activations = model(words, state)
         loss = F.cross_entropy(logits.reshape(following.numel(), -1), following.reshape(-1))
@@ -177,7 +181,8 @@ class LanguageTask:
         tokens = self._held_out(split)
         tokens = tokens[: max(2, math.ceil(share * len(tokens)))]
         streams = batchify(tokens, min(EVAL_STREAMS, len(tokens) // 2)).to(device)
-        total, state = 0.0, None
+        total = 0.0
+        state = None
         for start in range(0, len(streams) - 1, self.recipe.bptt):
             stop = min(start + self.recipe.bptt, len(streams) - 1)
             logits, state, _ = model(streams[start:stop], state)
@@ -231,9 +236,12 @@ class ImageTask:
     splits = ("test",)
 
     def __init__(self, recipe: ImageRecipe, images: Images, *, rank: int = 0, world_size: int = 1) -> None:
-        self.recipe, self.images, self.world_size = recipe, images, world_size
+        self.recipe = recipe
+        self.images = images
+        self.world_size = world_size
         self.mine = part_of_batch(recipe, rank, world_size)
-        self.data_name, self.data_source = images.name, images.source
+        self.data_name = images.name
+        self.data_source = images.source
         self.x, self.y = _balanced(images, recipe.num_images)
         if len(self.y) < recipe.batch_size:
             raise ValueError(
@@ -282,8 +290,10 @@ class ImageTask:
     ) -> dict[str, float]:
         """Mean cross-entropy and accuracy in per cent on the test images, or the first ``share`` of them."""
         size = math.ceil(share * (self.recipe.eval_size or len(self.images.test_y)))
-        images, classes = self.images.test_x[:size], self.images.test_y[:size]
-        total, right = 0.0, 0
+        images = self.images.test_x[:size]
+        classes = self.images.test_y[:size]
+        total = 0.0
+        right = 0
         for some, y in zip(images.split(EVAL_IMAGES), classes.to(device).split(EVAL_IMAGES), strict=True):
             logits = model(self._ready(some).to(device))
             total += float(F.cross_entropy(logits, y, reduction="sum"))
@@ -332,13 +342,16 @@ class _Epochs:
 
     def __init__(self, items_of: Callable[[int], list[Any]]) -> None:
         self._items_of = items_of
-        self._epoch, self._first = 0, 0
+        self._epoch = 0
+        self._first = 0
         self._items = items_of(0)
 
     def at(self, step: int) -> Any:
         """The item of step ``step``."""
         if step < self._first:
-            self._epoch, self._first, self._items = 0, 0, self._items_of(0)
+            self._epoch = 0
+            self._first = 0
+            self._items = self._items_of(0)
         while step >= self._first + len(self._items):
             self._first += len(self._items)
             self._epoch += 1
@@ -348,7 +361,8 @@ class _Epochs:
 
 def random_cuts(num_rows: int, bptt: int, source: torch.Generator) -> list[tuple[int, int]]:
     """Start and length of pieces as AWD-LSTM draws them: 70 words give or take 5, now and then half of it."""
-    pieces, start = [], 0
+    pieces = []
+    start = 0
     while start < num_rows:
         pieces.append((start, min(random_bptt_length(source, bptt), num_rows - start)))
         start = sum(pieces[-1])

@@ -21,6 +21,7 @@ from curvestep_reproduction.claims.claims import (
     as_markdown,
     decide,
     decided,
+    summary,
     tally,
     write_claims,
 )
@@ -125,4 +126,12 @@ def test_what_is_written_can_be_read_back(tmp_path):
     write_claims(rows, tmp_path, data=["made up"])
     kept = json.loads((tmp_path / "claims.json").read_text())
     assert [Claim(**row) for row in kept["claims"]] == rows
-    assert kept["found"] == tally(rows)
+    assert kept["found"].startswith(tally(rows))
+
+
+def test_the_summary_counts_what_decides_and_gives_the_central_claims():
+    rows = [claim(IN_PART, name="follows-gradient"), claim(OPEN, name="other"), claim(HOLDS, kind=ADDITION)]
+    words = summary(rows)
+    assert "What decides them: the paper's two-layer LSTM for one epoch (2)." in words
+    assert "Figure 2, in part: It is 2." in words
+    assert words.count("It is 2.") == 1

@@ -16,7 +16,7 @@ from curvestep_reproduction.claims.statements import make_claims
 from curvestep_reproduction.figures import reproduction
 from curvestep_reproduction.figures.legend import BY_HAND, CLIPPED_IMAGES, MOMENTUM, length_words
 from curvestep_reproduction.figures.plan import PAPER_SIZE, load_kept
-from curvestep_reproduction.figures.reproduction import draw_kept, make_plan
+from curvestep_reproduction.figures.reproduction import draw_kept, make_plan, reproduce
 from curvestep_reproduction.recipes import SCALES
 from curvestep_reproduction.training.run_folder import CHECKPOINT
 from reproduction.tests.claims.test_statements import write_trace
@@ -162,6 +162,21 @@ def test_without_any_kept_run_one_line_names_the_figures(kept, tmp_path):
     shutil.rmtree(kept)
     drawn = draw_kept({"fig1", "fig2"}, tmp_path / "page", progress=False)
     assert (drawn.entries, drawn.failures) == ([], ["no run of the scale epoch is kept for fig1, fig2"])
+
+
+@pytest.mark.parametrize("harm", ["missing", "cut"])
+def test_damaged_claims_of_the_package_are_one_line_and_the_rest_is_done(tmp_path, monkeypatch, harm):
+    path = tmp_path / "claims.json"
+    if harm == "cut":
+        path.write_text('{"longer": [')
+    monkeypatch.setattr(reproduction, "KEPT_CLAIMS", path)
+    plan = replace(make_plan("laptop", ("fig1",)), runs=(), figures=())
+    result = reproduce(tmp_path / "out", plan=plan, offline=True, progress=False)
+    (line,) = result.failures
+    assert line.startswith("claims of the larger scales: ")
+    assert "\n" not in line
+    assert next(claim.name for claim in result.claims) == "normalizing-is-clipping"
+    assert result.page.exists()
 
 
 def test_a_part_of_the_seeds_decides_nothing_and_the_missing_ones_are_named(kept, tmp_path):

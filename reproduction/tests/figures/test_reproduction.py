@@ -177,6 +177,7 @@ def test_a_reproduction_leaves_figures_claims_and_runs_and_is_resumed(tmp_path, 
     saved = json.loads((tmp_path / "out" / "claims.json").read_text())
     assert [row["verdict"] for row in saved["claims"]] == [claim.verdict for claim in result.claims]
     assert {claim.verdict for claim in result.claims if claim.kind == PAPER} <= set(VERDICTS)
+    assert saved["picture"]["png"] == "figures/claims.png"
     assert "| where | the paper says |" in (tmp_path / "out" / "claims.md").read_text()
     printed = capsys.readouterr().out
     ended = re.findall(r"^\[\d+/\d+\] \S+: .* left\)$", printed, flags=re.MULTILINE)

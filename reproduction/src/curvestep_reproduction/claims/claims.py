@@ -26,11 +26,19 @@ from curvestep.trace.run import write_json
 if TYPE_CHECKING:
     from curvestep_reproduction.figures.plan import Planned
 
-REPRODUCED, IN_PART, NOT_REPRODUCED = "reproduced", "in part", "not reproduced"
-OPEN, NOT_TESTED = "open", "not tested here"
+REPRODUCED = "reproduced"
+IN_PART = "in part"
+NOT_REPRODUCED = "not reproduced"
+OPEN = "open"
+NOT_TESTED = "not tested here"
 VERDICTS = (REPRODUCED, IN_PART, NOT_REPRODUCED, OPEN, NOT_TESTED)
-HOLDS, DOES_NOT_HOLD, CORRECTED = "holds", "does not hold", "corrected"  # of additions and errata
-PAPER, ERRATUM, ADDITION = "paper", "erratum", "addition"
+# Of additions and errata.
+HOLDS = "holds"
+DOES_NOT_HOLD = "does not hold"
+CORRECTED = "corrected"
+PAPER = "paper"
+ERRATUM = "erratum"
+ADDITION = "addition"
 # Heading of the table, and of its column of statements.
 HEADINGS = {
     PAPER: ("The paper's claims", "the paper says"),
@@ -57,7 +65,8 @@ _VERBS = {IN_PART: ("holds", "hold")}  # of one claim, of several; others are, o
 CONFIDENCE = 0.9
 ONE_SEED = 3.0  # standard deviations by which the margin of a single seed must clear zero
 MOST_SEEDS = 1000  # beyond which no number of seeds is named that would decide
-CLAIMS_JSON, CLAIMS_TABLE = "claims.json", "claims.md"
+CLAIMS_JSON = "claims.json"
+CLAIMS_TABLE = "claims.md"
 
 
 class MissingRuns(ValueError):
@@ -221,10 +230,10 @@ def decided(by_scale: Mapping[str, Sequence[Claim]]) -> list[Claim]:
         for claim in claims:
             rows.setdefault(claim.name, []).append(claim)
     chosen = []
-    for found in rows.values():
-        own = next((claim for claim in found if claim.scale == claim.decides), None)
-        others = {c.scale: c.sentence for c in found if c.scale != c.decides and c.verdict != NOT_TESTED}
-        chosen.append(replace(own or _undecided(found[0]), beside=others))
+    for of_scales in rows.values():
+        own = next((claim for claim in of_scales if claim.scale == claim.decides), None)
+        others = {c.scale: c.sentence for c in of_scales if c.scale != c.decides and c.verdict != NOT_TESTED}
+        chosen.append(replace(own or _undecided(of_scales[0]), beside=others))
     return chosen
 
 

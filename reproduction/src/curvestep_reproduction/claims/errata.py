@@ -48,7 +48,9 @@ class Erratum:
 
 def _printed_step_jumps() -> Check:
     """Theorem 7's printed rule on a function of the class, without noise that would excuse it."""
-    L1, tau, T = 5.0, 0.1, 1e6
+    L1 = 5.0
+    tau = 0.1
+    T = 1e6
     eta = min(1 / 20, 1 / (128 * L1 * tau), 1 / math.sqrt(T))
     wall = ExponentialWall(L0=1.0, L1=L1)
     x = 2.0
@@ -67,8 +69,8 @@ def _printed_step_jumps() -> Check:
 
 
 def _corrected_step_arrives() -> Check:
-    numbers = {"L0": 1.0, "L1": 5.0, "tau": 0.1, "gap": 900.0, "eps": 0.5}
-    found = certify(ExponentialWall(L0=1.0, L1=5.0), theorem7(**numbers), 2.0, num_runs=16)
+    guarantee = theorem7(L0=1.0, L1=5.0, tau=0.1, gap=900.0, eps=0.5)
+    found = certify(ExponentialWall(L0=1.0, L1=5.0), guarantee, 2.0, num_runs=16)
     words = f"median of 16 noisy runs: {found.measured:,.0f} iterations of {found.bound:,.0f} allowed"
     return Check(found.status == "holds", words)
 
@@ -137,7 +139,9 @@ def _weighted_hessian_is_exact() -> Check:
 
 def _decrease_case_fails() -> Check:
     """Theorem 3's step where clipping acts below L0/L1."""
-    L0, L1, g = 1.0, 0.01, 50.0
+    L0 = 1.0
+    L1 = 0.01
+    g = 50.0
     lr = 1 / (10 * L0)
     max_norm = min(10 * L0, L0 / L1)
     decrease = min(lr, lr * max_norm / g) * g**2 / 2
@@ -157,7 +161,8 @@ def _theorem3_holds_there() -> Check:
 def _mean_iterate(normalize: bool) -> float:
     """Mean of descent on x²/2 with noise of mean zero: −1 nine times in ten, else +9."""
     rng = np.random.default_rng(0)
-    lr, threshold = 0.01, 10.0
+    lr = 0.01
+    threshold = 10.0
     x = np.zeros(NOISE_PATHS)
     total = 0.0
     for _ in range(NOISE_STEPS):

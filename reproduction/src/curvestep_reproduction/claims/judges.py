@@ -122,11 +122,11 @@ def no_correlation(results: Results, *, setting: str) -> Evidence:
 def varies(results: Results) -> Evidence:
     """How much smoothness varies along the run."""
     runs = results.all_finished(legend.BY_HAND)
-    found = log_spread(runs, variation)
+    log_factor = log_spread(runs, variation)
     return Evidence(
-        margins=(found.less(math.log(VARIES)), found.less(math.log(VARIES_GREATLY))),
-        sentence=f"Nine tenths of the rows span a factor of {math.exp(found.mean):.1f}.",
-        numbers={"logarithm of the factor": str(found)},
+        margins=(log_factor.less(math.log(VARIES)), log_factor.less(math.log(VARIES_GREATLY))),
+        sentence=f"Nine tenths of the rows span a factor of {math.exp(log_factor.mean):.1f}.",
+        numbers={"logarithm of the factor": str(log_factor)},
     )
 
 
@@ -240,11 +240,11 @@ def perplexity(results: Results) -> Evidence:
     if results.plan.scale != "paper":
         raise NotPlanned("500 epochs are planned at the scale paper alone")
     runs = results.of(legend.trained_name("paper", legend.BY_HAND))
-    found = spread(runs, lambda run: math.log(run.rows("test")[-1]["perplexity"]))
+    log_perplexity = spread(runs, lambda run: math.log(run.rows("test")[-1]["perplexity"]))
     return Evidence(
-        margins=(found.less(math.log(PERPLEXITY * NEARLY)).times(-1),),
-        sentence=f"The test perplexity is {math.exp(found.mean):.1f}.",
-        numbers={"logarithm": str(found)},
+        margins=(log_perplexity.less(math.log(PERPLEXITY * NEARLY)).times(-1),),
+        sentence=f"The test perplexity is {math.exp(log_perplexity.mean):.1f}.",
+        numbers={"logarithm": str(log_perplexity)},
     )
 
 
@@ -308,11 +308,11 @@ def reaches_95(results: Results) -> Evidence:
         spread(results.of(setting), accuracy).less(printed - REACHES)
         for setting, printed in PRINTED_ACCURACY.items()
     ]
-    found = [spread(results.of(setting), accuracy).mean for setting in PRINTED_ACCURACY]
+    momentum, clipped = (spread(results.of(setting), accuracy).mean for setting in PRINTED_ACCURACY)
     lower = _of_accuracies(min(margins, key=lambda margin: margin.mean))
     return Evidence(
         margins=(lower,),
-        sentence=f"ResNet20 reaches {found[0]:.1f} % with momentum, {found[1]:.1f} % with clipping.",
+        sentence=f"ResNet20 reaches {momentum:.1f} % with momentum, {clipped:.1f} % with clipping.",
         numbers={"the lower one's points above the printed": str(lower.less(REACHES))},
     )
 
@@ -326,8 +326,8 @@ def accurate_share(results: Results, *, quantity: int, name: str) -> Evidence:
     """Relative error of an estimate from a tenth of the data, iterate by iterate."""
     results.require(*DATA_SHARES)
     part, whole = (results.of(setting)[0] for setting in DATA_SHARES)
-    found = agreement(part, whole)[quantity]
-    errors = np.abs(found.part / found.whole - 1)
+    agreed = agreement(part, whole)[quantity]
+    errors = np.abs(agreed.part / agreed.whole - 1)
     largest = float(errors.max())
     return Evidence(
         margins=(
@@ -338,9 +338,9 @@ def accurate_share(results: Results, *, quantity: int, name: str) -> Evidence:
         f"the largest {100 * largest:.1f} %.",
         numbers={
             "model": whole.recipe.model_words,
-            "iterates": str(len(found.steps)),
-            "median ratio": f"{found.ratio:.3f}",
-            "agreement: correlation of the two estimates' logs": f"{found.correlation:.3f}",
+            "iterates": str(len(agreed.steps)),
+            "median ratio": f"{agreed.ratio:.3f}",
+            "agreement: correlation of the two estimates' logs": f"{agreed.correlation:.3f}",
             "data": str(whole.status["data"]),
         },
     )
@@ -415,11 +415,11 @@ def same_up_to_a_factor(results: Results) -> Evidence:
 def at_most_linear(results: Results) -> Evidence:
     """Whether the power of growth is at most 1, as in the affine condition."""
     runs = results.all_finished(legend.BY_HAND)
-    found = spread(runs, exponent)
+    exponents = spread(runs, exponent)
     return Evidence(
-        margins=(found.less(STEEPER).times(-1), found.less(LINEAR).times(-1)),
-        sentence=f"Along the run smoothness grows as the gradient norm to the power {found.mean:.2f}.",
-        numbers={"exponent": str(found), "counts as linear up to": f"{LINEAR:g}"},
+        margins=(exponents.less(STEEPER).times(-1), exponents.less(LINEAR).times(-1)),
+        sentence=f"Along the run smoothness grows as the gradient norm to the power {exponents.mean:.2f}.",
+        numbers={"exponent": str(exponents), "counts as linear up to": f"{LINEAR:g}"},
     )
 
 
@@ -438,11 +438,11 @@ def beyond_control(results: Results) -> Evidence:
 def inside_steps(results: Results) -> Evidence:
     """The elasticity inside single steps, beyond its shuffled zero."""
     runs = results.all_finished(legend.BY_HAND)
-    found = spread(runs, elasticity_beyond_zero)
+    elasticities = spread(runs, elasticity_beyond_zero)
     return Evidence(
-        margins=(found,),
-        sentence=f"Inside single steps the slope of logs is {found.mean:.2f} above its shuffled zero.",
-        numbers={"elasticity beyond its zero": str(found)},
+        margins=(elasticities,),
+        sentence=f"Inside single steps the slope of logs is {elasticities.mean:.2f} above its shuffled zero.",
+        numbers={"elasticity beyond its zero": str(elasticities)},
     )
 
 
@@ -491,9 +491,9 @@ def with_deviation(margin: Spread, of: Callable[[Results], Spread], results: Res
         return margin
     for other in results.nearest():
         with suppress(ValueError):  # runs are missing there, or too short
-            found = of(other)
-            if len(found.values) >= 3:
-                deviation = float(np.std(found.values, ddof=1))
+            margins_there = of(other)
+            if len(margins_there.values) >= 3:
+                deviation = float(np.std(margins_there.values, ddof=1))
                 return Spread(values=margin.values, doubt=margin.doubt, deviation=deviation)
     return margin
 

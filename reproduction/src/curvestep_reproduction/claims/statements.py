@@ -41,7 +41,8 @@ from curvestep_reproduction.figures import legend
 from curvestep_reproduction.figures.fig7_synthetic import summary_of
 from curvestep_reproduction.figures.plan import Results
 
-CERTIFICATES, MOST_ITERATIONS = 100, 20_000  # random problems of a theorem, and what each may take
+CERTIFICATES = 100  # random problems of a theorem
+MOST_ITERATIONS = 20_000  # that each may take
 _OF_ADDITIONS = {REPRODUCED: HOLDS, IN_PART: HOLDS, NOT_REPRODUCED: DOES_NOT_HOLD}  # other words, same rule
 
 
@@ -70,19 +71,23 @@ def _claim(statement: Statement, results: Results) -> Claim:
     """A statement with what the runs show, and what is missing where they do not decide."""
     note = ""
     try:
-        found = statement.judge(results)
+        evidence = statement.judge(results)
     except NotPlanned:
-        found = Evidence(verdict=NOT_TESTED, sentence="This scale has no such runs.")
+        evidence = Evidence(verdict=NOT_TESTED, sentence="This scale has no such runs.")
     except MissingRuns as error:
-        found = Evidence(verdict=NOT_TESTED, sentence="Its runs have not ended.", numbers={"why": str(error)})
+        evidence = Evidence(
+            verdict=NOT_TESTED, sentence="Its runs have not ended.", numbers={"why": str(error)}
+        )
         note = _how_to_run(error, statement)
     except ValueError as error:  # runs are too short to fit
-        found = Evidence(verdict=NOT_TESTED, sentence="These runs cannot tell.", numbers={"why": str(error)})
-    verdict = found.verdict
-    if found.margins:
+        evidence = Evidence(
+            verdict=NOT_TESTED, sentence="These runs cannot tell.", numbers={"why": str(error)}
+        )
+    verdict = evidence.verdict
+    if evidence.margins:
         margins = [
             judges.with_deviation(margin, lambda other, i=i: statement.judge(other).margins[i], results)
-            for i, margin in enumerate(found.margins)
+            for i, margin in enumerate(evidence.margins)
         ]
         verdict = decide(*margins)
         if verdict == OPEN:
@@ -98,8 +103,8 @@ def _claim(statement: Statement, results: Results) -> Claim:
         source=statement.source,
         paper=statement.says,
         verdict=verdict,
-        sentence=found.sentence,
-        numbers=found.numbers,
+        sentence=evidence.sentence,
+        numbers=evidence.numbers,
         scale=results.plan.scale if trains else "",
         decides=statement.scale,
         note=note,
@@ -130,54 +135,57 @@ def _verdict(holds: bool) -> str:
 
 def quartic_faster(results: Results) -> Evidence:
     """Final gradients on x⁴."""
-    found = summary_of(results)
-    low, high = found.jittered_range
+    summary = summary_of(results)
+    low, high = summary.jittered_range
     return Evidence(
         verdict=_verdict(low > 1),
-        sentence=f"After {found.config.num_steps} steps |f'| is {found.gd_grad_norm:.2g} for GD, "
-        f"{found.clipped_grad_norm:.2g} with clipping.",
+        sentence=f"After {summary.config.num_steps} steps |f'| is {summary.gd_grad_norm:.2g} for GD, "
+        f"{summary.clipped_grad_norm:.2g} with clipping.",
         numbers={
-            "ratio": f"{found.ratio:.2g}",
-            "median over jittered starts": f"{found.jittered_ratio:.2g}, from {low:.2g} to {high:.2g}",
+            "ratio": f"{summary.ratio:.2g}",
+            "median over jittered starts": f"{summary.jittered_ratio:.2g}, from {low:.2g} to {high:.2g}",
         },
     )
 
 
 def quartic_conservative(results: Results) -> Evidence:
     """Whether the measured gain is at least what theory predicts."""
-    found = summary_of(results)
+    summary = summary_of(results)
     return Evidence(
-        verdict=_verdict(found.ratio >= found.predicted_ratio),
-        sentence=f"Theory predicts a factor of {found.predicted_ratio:.0f}; measured is {found.ratio:.2g}.",
-        numbers={row.quantity: f"measured {row.measured}" for row in found.table},
+        verdict=_verdict(summary.ratio >= summary.predicted_ratio),
+        sentence=f"Theory predicts a factor of {summary.predicted_ratio:.0f}; "
+        f"measured is {summary.ratio:.2g}.",
+        numbers={row.quantity: f"measured {row.measured}" for row in summary.table},
     )
 
 
 def quartic_arithmetic(results: Results) -> Evidence:
     """The paper's prediction for x⁴, computed again."""
-    found = summary_of(results)
+    summary = summary_of(results)
     return Evidence(
         verdict=CORRECTED,
-        sentence=f"The ratio is {found.predicted_ratio**2:.3g}; its square root, which the bounds have, "
-        f"{found.predicted_ratio:.0f}.",
-        numbers={row.quantity: f"printed {row.printed}, corrected {row.corrected}" for row in found.table},
+        sentence=f"The ratio is {summary.predicted_ratio**2:.3g}; its square root, which the bounds have, "
+        f"{summary.predicted_ratio:.0f}.",
+        numbers={row.quantity: f"printed {row.printed}, corrected {row.corrected}" for row in summary.table},
     )
 
 
 def certified(results: Results, *, theorem: Callable[..., Guarantee]) -> Evidence:
     """A theorem as printed, run on random exponential walls: iterations and decreases that it promises."""
-    rng, kept = np.random.default_rng(0), []
-    while len(kept) < CERTIFICATES:
+    rng = np.random.default_rng(0)
+    outcomes = []
+    while len(outcomes) < CERTIFICATES:
         L0, L1 = 10 ** rng.uniform(-1, 1, size=2)
-        problem, x0 = ExponentialWall(L0=L0, L1=L1), rng.normal() * 3 / L1
+        problem = ExponentialWall(L0=L0, L1=L1)
+        x0 = rng.normal() * 3 / L1
         eps = float(problem.grad_norm(np.asarray(x0))) * 10 ** rng.uniform(-2, -0.05)
         gap = float(problem.gap(np.asarray(x0)))
         guarantee = theorem(L0=L0, L1=L1, gap=gap, eps=eps, version="printed")
         if guarantee.bound < MOST_ITERATIONS:
-            kept.append(certify(problem, guarantee, x0).status == "holds")
+            outcomes.append(certify(problem, guarantee, x0).status == "holds")
     return Evidence(
-        verdict=_verdict(all(kept)),
-        sentence=f"As printed it holds on {sum(kept)} of {len(kept)} random exponential walls.",
+        verdict=_verdict(all(outcomes)),
+        sentence=f"As printed it holds on {sum(outcomes)} of {len(outcomes)} random exponential walls.",
         numbers={"more": "docs/theorems.md; thousands of random certificates in the tests"},
     )
 
@@ -185,11 +193,13 @@ def certified(results: Results, *, theorem: Callable[..., Guarantee]) -> Evidenc
 def lower_bound_corrected(results: Results) -> Evidence:
     """Theorem 4 as printed and corrected, on the pair of functions of its proof."""
     numbers = {"L0": 1.0, "L1": 5.0, "M": 50.0, "gap": 12.0, "eps": 0.1}
-    found = {v: certify_lower_bound(theorem4(**numbers, version=v)).status for v in ("printed", "corrected")}
+    statuses = {
+        v: certify_lower_bound(theorem4(**numbers, version=v)).status for v in ("printed", "corrected")
+    }
     return Evidence(
         verdict=CORRECTED,
         sentence="The printed pair of functions leaves its class; the corrected pair stays inside.",
-        numbers={"on one pair": ", ".join(f"{version}: {status}" for version, status in found.items())},
+        numbers={"on one pair": ", ".join(f"{version}: {status}" for version, status in statuses.items())},
     )
 
 

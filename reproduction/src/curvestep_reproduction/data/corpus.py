@@ -14,7 +14,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -106,7 +105,9 @@ def from_text(name: str, text: str, *, source: str, max_vocabulary: int) -> Corp
             f"{name} has {len(lines)} lines with words; at least 20 are needed to split it into train, "
             "valid and test."
         )
-    train, valid, test = lines[: -2 * held_out], lines[-2 * held_out : -held_out], lines[-held_out:]
+    train = lines[: -2 * held_out]
+    valid = lines[-2 * held_out : -held_out]
+    test = lines[-held_out:]
     splits = {"train": train, "valid": valid, "test": test}
     return encode(name, splits, source=source, max_vocabulary=max_vocabulary)
 
@@ -116,22 +117,26 @@ def encode(
 ) -> Corpus:
     """A corpus from lines of words; ids go by frequency in the training split, ties by first appearance."""
     words = {split: _words_of(splits[split]) for split in SPLITS}
-    counted = list(dict(Counter(words["train"]).most_common()))
-    unseen = {*words["valid"], *words["test"]}.difference(counted)
-    if unseen and UNKNOWN not in counted:
-        counted.insert(0, UNKNOWN)
-    if len(counted) > max_vocabulary:
-        kept = [word for word in counted if word not in (EOS, UNKNOWN)][: max_vocabulary - 2]
-        counted = [UNKNOWN, EOS, *kept]
-    ids = {word: i for i, word in enumerate(counted)}
+    vocabulary = list(dict(Counter(words["train"]).most_common()))
+    unseen = {*words["valid"], *words["test"]}.difference(vocabulary)
+    if unseen and UNKNOWN not in vocabulary:
+        vocabulary.insert(0, UNKNOWN)
+    if len(vocabulary) > max_vocabulary:
+        kept = [word for word in vocabulary if word not in (EOS, UNKNOWN)][: max_vocabulary - 2]
+        vocabulary = [UNKNOWN, EOS, *kept]
+    ids = {word: i for i, word in enumerate(vocabulary)}
     unknown = ids.get(UNKNOWN, -1)
     tokens = {split: torch.tensor([ids.get(word, unknown) for word in words[split]]) for split in SPLITS}
-    return Corpus(name=name, **tokens, vocabulary=tuple(counted), source=source)
+    return Corpus(name=name, **tokens, vocabulary=tuple(vocabulary), source=source)
 
 
 def _words_of(lines: Iterable[Sequence[str]]) -> list[str]:
     """The words of all lines, each line with its end."""
-    return list(chain.from_iterable((*line, EOS) for line in filter(None, lines)))
+    words: list[str] = []
+    for line in lines:
+        if line:
+            words += (*line, EOS)
+    return words
 
 
 # Penn Treebank
@@ -156,20 +161,20 @@ def load_ptb(*, max_vocabulary: int = NUM_WORDS, offline: bool = False, progress
     """
     files, source = download.find("ptb", HASHES, SOURCES, _given, offline=offline, progress=progress)
     texts = {split: files[f"ptb.{split}.txt"].decode("ascii").splitlines() for split in SPLITS}
-    lines = {split: list(map(str.split, text)) for split, text in texts.items()}
+    lines = {split: [line.split() for line in text] for split, text in texts.items()}
     return encode("ptb", lines, source=f"Penn Treebank {source}", max_vocabulary=max_vocabulary)
 
 
 def _given(folder: Path) -> dict[str, bytes] | None:
     """The three files in a user's folder, plain or gzipped; None without any of them."""
-    found = {path.name.removesuffix(".gz"): path for path in folder.glob("ptb.*.txt*") if path.is_file()}
-    missing = HASHES.keys() - found.keys()
+    paths = {path.name.removesuffix(".gz"): path for path in folder.glob("ptb.*.txt*") if path.is_file()}
+    missing = HASHES.keys() - paths.keys()
     if len(missing) == len(HASHES):
         return None
     if missing:
         names = ", ".join(sorted(missing))
         raise DataError(f"{folder} holds a part of PTB only: {names} (or .gz) is missing.")
-    return {name: download.check_hash(found[name], _plain(found[name]), HASHES[name]) for name in HASHES}
+    return {name: download.check_hash(paths[name], _plain(paths[name]), HASHES[name]) for name in HASHES}
 
 
 def _plain(path: Path) -> bytes:

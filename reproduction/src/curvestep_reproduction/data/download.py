@@ -89,7 +89,7 @@ def check_hash(file: str | Path, data: bytes, expected: str) -> bytes:
 def read_verified(folder: Path, hashes: Mapping[str, str]) -> dict[str, bytes] | None:
     """The files in ``folder`` by name, all of them and all verified; None where one is not there."""
     paths = {name: folder / name for name in hashes}
-    if not all(map(Path.is_file, paths.values())):
+    if not all(path.is_file() for path in paths.values()):
         return None
     return {name: check_hash(path, path.read_bytes(), hashes[name]) for name, path in paths.items()}
 
@@ -139,7 +139,8 @@ def _fill(
     folder: Path, hashes: Mapping[str, str], sources: Iterable[Source], progress: bool
 ) -> dict[str, bytes]:
     """Write every file from the first source that answers. Only the holder of the lock may."""
-    reasons, archives = [], folder / "download"
+    reasons = []
+    archives = folder / "download"
     for source in sources:
         # What a killed process left.
         remove_parts(folder)
@@ -243,18 +244,21 @@ def _fetch_with_client(
     """Run a client until it ends, or until nothing has come for `STALL` seconds."""
     folder.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=folder) as name:
-        place, log = Path(name), Path(name) / "log"
+        place = Path(name)
+        log = Path(name) / "log"
         with (
             Progress(archive.file, archive.size, unit="bytes", shown=progress) as shown,
             log.open("wb") as out,
         ):
             process = subprocess.Popen(command, cwd=place, stdin=subprocess.DEVNULL, stdout=out, stderr=out)
-            size, since = 0, time.monotonic()
+            size = 0
+            since = time.monotonic()
             try:
                 while process.poll() is None:
                     time.sleep(0.1)
                     if (now := _size(place)) != size:
-                        size, since = now, time.monotonic()
+                        size = now
+                        since = time.monotonic()
                         shown.update(min(archive.size, size))
                     if time.monotonic() - since > STALL:
                         raise Unreachable(f"{client} received no data for {STALL:g} s ({archive.file}).")
@@ -281,7 +285,8 @@ def members(archive: bytes, names: Iterable[str]) -> Iterator[tuple[str, bytes]]
     wanted = set(names)
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r|*") as files:  # a stream: each is unpacked once
         for member in files:
-            name, opened = PurePosixPath(member.name).name, files.extractfile(member)
+            name = PurePosixPath(member.name).name
+            opened = files.extractfile(member)
             if name in wanted and opened:  # None of a folder
                 wanted.remove(name)
                 yield name, opened.read()

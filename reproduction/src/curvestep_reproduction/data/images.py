@@ -75,7 +75,8 @@ def augment(x: Tensor, generator: torch.Generator, *, padding: int = 4) -> Tenso
     top = torch.randint(0, 2 * padding + 1, (num, 1), generator=generator)
     left = torch.randint(0, 2 * padding + 1, (num, 1), generator=generator)
     flip = torch.rand(num, 1, generator=generator) < 0.5
-    rows, columns = top + torch.arange(height), torch.arange(width)
+    rows = top + torch.arange(height)
+    columns = torch.arange(width)
     columns = left + torch.where(flip, columns.flip(0), columns)
     padded = F.pad(x, (padding,) * 4).permute(0, 2, 3, 1)
     picked = padded[torch.arange(num)[:, None, None], rows[:, :, None], columns[:, None, :]]
@@ -108,7 +109,7 @@ def load_digits() -> Images:
         train_y=y[:1437],
         test_x=x[1437:],
         test_y=y[1437:],
-        classes=tuple(map(str, range(10))),
+        classes=tuple("0123456789"),
         source="stand-in for CIFAR-10: the digits of scikit-learn, magnified to 3 x 32 x 32",
     )
 
@@ -130,7 +131,8 @@ TARBALL = download.Archive(
     sha256="141f061ffa2f5e41adf9f7f13f2b40243340f4ea111205187afe18d0f3dbf9fb",
 )
 # The laptop subset: the first images of each class, in the order of the release.
-SUBSET_TRAIN, SUBSET_TEST = 1_000, 200
+SUBSET_TRAIN = 1_000
+SUBSET_TEST = 200
 SUBSET_FILE = "cifar10-subset.npz"
 SUBSET_SHA256 = "b74f311509fa20551f94a772917cfa845557cef0407ab3387af3203074ecf52e"
 
@@ -150,7 +152,8 @@ def load_cifar10(*, subset: bool = True, offline: bool = False, progress: bool =
     train_x, train_y, test_x, test_y = arrays = _decode(files)
     if not subset:
         return _images("cifar10", arrays, f"CIFAR-10 {source}")
-    train, test = first_of_each_class(train_y, SUBSET_TRAIN), first_of_each_class(test_y, SUBSET_TEST)
+    train = first_of_each_class(train_y, SUBSET_TRAIN)
+    test = first_of_each_class(test_y, SUBSET_TEST)
     arrays = train_x[train], train_y[train], test_x[test], test_y[test]
     return _images("cifar10-subset", arrays, f"CIFAR-10 subset {source}")
 
@@ -180,7 +183,7 @@ def _read_subset(path: Path) -> list[Tensor]:
         raise DataError(f"{path} is not the subset of CIFAR-10 ({error}). Delete or replace it.") from error
     # By content: the container's bytes depend on who compressed it.
     download.check_hash(path, b"".join(array.tobytes() for array in arrays), SUBSET_SHA256)
-    train_x, train_y, test_x, test_y = map(torch.from_numpy, arrays)
+    train_x, train_y, test_x, test_y = (torch.from_numpy(array) for array in arrays)
     train_x, test_x = (x.permute(0, 3, 1, 2).contiguous() for x in (train_x, test_x))
     return [train_x, train_y.long(), test_x, test_y.long()]
 

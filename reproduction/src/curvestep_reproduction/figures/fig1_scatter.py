@@ -110,8 +110,8 @@ def _shown(name: str, words: dict[str, str]) -> Callable[[Results], Figure]:
         panels = []
         found = []
         runs = []
-        for setting in results.there(settings):
-            shown = results.shown(setting)
+        for setting in results.settings_with_runs(settings):
+            shown = results.runs_to_draw(setting)
             letter = legend.LETTERS[settings.index(setting)]
             panels.append(scatter_panel(shown, letter=letter, paper=PAPER_SAYS[setting]))
             if correlation_of(shown):
@@ -125,7 +125,7 @@ def _shown(name: str, words: dict[str, str]) -> Callable[[Results], Figure]:
 
 
 def _draw_one(results: Results) -> Figure:
-    runs = results.shown(legend.BY_HAND)
+    runs = results.runs_to_draw(legend.BY_HAND)
     panel = scatter_panel(runs, paper=PAPER_SAYS[legend.BY_HAND])
     title = "Figure 1: too few rows for a correlation"
     if correlation_of(runs):
@@ -139,12 +139,12 @@ def _draw_one(results: Results) -> Figure:
 
 def _draw_linear_and_long(results: Results) -> Figure:
     """Figure 1 on linear axes, the panel (a); the longer run beside it where there is one."""
-    runs = results.shown(legend.BY_HAND)  # an error without it: (a) is the first panel
+    runs = results.runs_to_draw(legend.BY_HAND)  # an error without it: (a) is the first panel
     words = f"linear axes, {legend.length_words(runs[0])}"
     panels = [scatter_panel(runs, log=False, letter="a", paper=PAPER_SAYS[legend.BY_HAND], title=words)]
     title = f"Figure 5: r = {correlation_of(runs) or 'unknown'} over {words.partition(', ')[2]}"
-    if legend.LONG in results.there([legend.BY_HAND, legend.LONG]):
-        longer = results.shown(legend.LONG)
+    if legend.LONG in results.settings_with_runs([legend.BY_HAND, legend.LONG]):
+        longer = results.runs_to_draw(legend.LONG)
         words = legend.length_words(longer[0])
         panels.append(scatter_panel(longer, letter="b", paper=PAPER_SAYS[legend.LONG], title=words))
         title += f", {correlation_of(longer) or 'unknown'} over {words}"

@@ -254,8 +254,8 @@ def _draw_curves(results: Results) -> Figure:
     names = [
         legend.trained_name(results.plan.scale, name) for name in (*legend.LANGUAGE, *legend.UNCLIPPED_EPOCH)
     ]
-    there = results.there((*names, *legend.IMAGES, *legend.IMAGES_WITH_DROPS))
-    settings = [results.shown(name) for name in there]
+    there = results.settings_with_runs((*names, *legend.IMAGES, *legend.IMAGES_WITH_DROPS))
+    settings = [results.runs_to_draw(name) for name in there]
     runs = [run for setting in settings for run in setting]
     panels = curve_panels(runs)
     return figure_of_panels(
@@ -322,8 +322,8 @@ def equivalence_runs(scale: str) -> list[Planned]:
 
 def _draw_equivalence(results: Results) -> Figure:
     """Training losses of clipped descent and of the normalized descent that corresponds."""
-    clipped = results.shown(legend.BY_HAND)
-    normalized = results.shown(legend.NORMALIZED)
+    clipped = results.runs_to_draw(legend.BY_HAND)
+    normalized = results.runs_to_draw(legend.NORMALIZED)
     runs = [*clipped, *normalized]
     ends = [spread(one, final_loss).mean for one in (clipped, normalized)]
     title = f"Clipped descent ends at a loss of {ends[0]:.2f}, the corresponding normalized at {ends[1]:.2f}"

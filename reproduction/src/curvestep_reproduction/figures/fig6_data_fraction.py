@@ -46,7 +46,8 @@ def data_fraction(part: TrainedRun, whole: TrainedRun) -> Figure:
     means = []
     for letter, found, label in zip("ab", agreement(part, whole), (GRADIENT, SMOOTHNESS), strict=True):
         quantity = label.rpartition(" ")[0]
-        mean, largest = found.mean_error, found.largest_error
+        mean = found.mean_error
+        largest = found.largest_error
         means.append(f"{100 * mean:.1f} %")
         points = Series("", found.whole, found.part, dash="", mark="circle", shade=found.steps)
         ends = np.array([found.whole.min() / MARGIN, found.whole.max() * MARGIN])
@@ -72,9 +73,9 @@ def agreement(part: TrainedRun, whole: TrainedRun) -> tuple[Agreement, Agreement
     """How well the estimates of gradient norm and of smoothness agree, at the steps that both measured."""
     part_steps, part_norms, part_smoothness = measured(part)
     whole_steps, whole_norms, whole_smoothness = measured(whole)
-    steps, at, there = np.intersect1d(part_steps, whole_steps, return_indices=True)
-    gradient = _compare(steps, part_norms[at], whole_norms[there])
-    smoothness = _compare(steps, part_smoothness[at], whole_smoothness[there])
+    steps, at_part, at_whole = np.intersect1d(part_steps, whole_steps, return_indices=True)
+    gradient = _compare(steps, part_norms[at_part], whole_norms[at_whole])
+    smoothness = _compare(steps, part_smoothness[at_part], whole_smoothness[at_whole])
     return gradient, smoothness
 
 
@@ -123,5 +124,5 @@ FIG6 = PaperFigure(
     runs=share_runs,
     title="Figure 6: a tenth of the data against all of it",
     caption="A point is measured twice in one run: on a tenth of its text and on all of it.",
-    draw=lambda results: data_fraction(*(results.shown(name)[0] for name in DATA_SHARES)),
+    draw=lambda results: data_fraction(*(results.runs_to_draw(name)[0] for name in DATA_SHARES)),
 )

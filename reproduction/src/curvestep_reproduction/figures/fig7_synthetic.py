@@ -33,14 +33,20 @@ from curvestep_reproduction.figures.plan import PaperFigure, Picture, Results
 from curvestep_reproduction.progress import Progress
 
 Array = NDArray[Any]
-FOLDER, CONFIG, NUMBERS = "synthetic", "config.json", "numbers.npz"  # the first inside the reproduction's
+FOLDER = "synthetic"  # inside the reproduction's
+CONFIG = "config.json"
+NUMBERS = "numbers.npz"
 RULES = ("best fixed step", "clipped", "normalized", "smooth-clipped")
 METHODS = {"gd": "GD", "clipped": "clipped GD"}
 # Step sizes tried for the best fixed one, as fractions of the largest that the wall allows.
 NEAR_LARGEST = np.array([0.9, 0.99, 0.999])
 NUM_LINES = 6  # step sizes shown in each of the six panels
-GD, CLIPPED = 0, 1  # colours in the palette
-PAPERS_L0, PAPERS_L1 = 0.1, 10.0  # with which the paper compares theory and experiment on x⁴
+# Colours in the palette.
+GD = 0
+CLIPPED = 1
+# With these the paper compares theory and experiment on x⁴.
+PAPERS_L0 = 0.1
+PAPERS_L1 = 10.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,10 +156,15 @@ def _rules(config: SyntheticConfig) -> list[tuple[str, Array, Any]]:
 
 def growth(config: SyntheticConfig) -> dict[str, Array]:
     """Iterations of four step rules on the lower-bound pair, the slower of the two, for growing M."""
-    L0, L1 = config.L0, config.L1
+    L0 = config.L0
+    L1 = config.L1
     growths = config.smallest_growth * np.logspace(0, config.num_decades, config.num_M)
-    Ms, eps = growths * L0 / L1, min(L0 / 4, config.smallest_growth * L0 / L1 / 2)
-    pairs, lower, fixed_upper, guarantees = [], [], [], []
+    Ms = growths * L0 / L1
+    eps = min(L0 / 4, config.smallest_growth * L0 / L1 / 2)
+    pairs = []
+    lower = []
+    fixed_upper = []
+    guarantees = []
     for M in Ms:
         gap = max(wall_height(M, L0=L0, L1=L1), 1.25 * eps)
         numbers: dict[str, Any] = dict(L0=L0, L1=L1, gap=gap, eps=eps)
@@ -219,7 +230,8 @@ def _condition(config: SyntheticConfig, L0: float) -> float:
 
 def _table(result: SyntheticResult, path: Array) -> tuple[ComparisonRow, ...]:
     """The paper's quantitative comparison, with both values of L0; ``path`` is that of gradient descent."""
-    config, true_L0 = result.config, Quartic().frontier(PAPERS_L1)
+    config = result.config
+    true_L0 = Quartic().frontier(PAPERS_L1)
     condition = _short(_condition(config, PAPERS_L0))
     late = np.arange(config.num_steps // 2, config.num_steps + 1)
     fall = _slope(late, np.abs(4 * path[late] ** 3))

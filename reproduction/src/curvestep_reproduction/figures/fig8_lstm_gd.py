@@ -120,7 +120,7 @@ def two_layer_runs(scale: str) -> list[Planned]:
 
 def _draw(results: Results) -> Figure:
     gd, clipped = two_layer_settings(results.plan.scale)
-    return lstm_gd(results.shown(gd), results.shown(clipped))
+    return lstm_gd(results.runs_to_draw(gd), results.runs_to_draw(clipped))
 
 
 FIG8 = PaperFigure(

@@ -33,7 +33,8 @@ SHOWN_SEED = 10  # where there is room for one run, at laptop scale
 # step, seeds 0 to 2; without clipping lr 3, 4, 5, 10, 20 and 30 too, not measured. Every 50 steps a fixed
 # fifth of the validation text is evaluated.
 # paper: ResNet20 on all images for 200 epochs, in bfloat16 autocast, measured twice an epoch on 500 images.
-FIVE, THREE = (10, 11, 12, 13, 14), (10, 11, 12)
+FIVE = (10, 11, 12, 13, 14)
+THREE = (10, 11, 12)
 MEASURED_IMAGES = (15, 16, 17, 18, 19)
 LONGER = EPOCH = (0, 1, 2)
 # At the paper's scale figures 1, 2, 5(a) and 6 are one epoch, measured as the authors did; figure 4 is long.
@@ -91,9 +92,15 @@ LANGUAGE = {
     "lm-lr10": LegendLine(lr=10.0, epoch=EPOCH),
     "lm-lr30": LegendLine(lr=30.0, epoch=EPOCH),
 }
-BY_HAND, SMALL_LR, SMALL_LR_CLIPPED = "lm-lr30clip0.25", "lm-lr2", "lm-lr2clip0.25"
-MOMENTUM, LARGE_LR_IMAGES, CLIPPED_IMAGES = "cifar-momentum", "cifar-lr1", "cifar-lr5clip0.25"
-CALIBRATED, NORMALIZED, LONG = "lm-calibrated", "lm-normalized", "lm-long"
+BY_HAND = "lm-lr30clip0.25"
+SMALL_LR = "lm-lr2"
+SMALL_LR_CLIPPED = "lm-lr2clip0.25"
+MOMENTUM = "cifar-momentum"
+LARGE_LR_IMAGES = "cifar-lr1"
+CLIPPED_IMAGES = "cifar-lr5clip0.25"
+CALIBRATED = "lm-calibrated"
+NORMALIZED = "lm-normalized"
+LONG = "lm-long"
 ALWAYS_CLIPPED = "lm-lr30clip0.05"  # not in the paper's legend: shows what clipping itself does
 _EXTRA = {
     ALWAYS_CLIPPED: LegendLine(lr=30.0, max_norm=0.05, paper=(), probe_every=10),
@@ -128,24 +135,26 @@ def runs_of(scale: str, settings: Iterable[str]) -> list[Planned]:
     """
     runs = []
     for name in settings:
-        found = _SETTINGS[name]
-        runs += [Planned(name, recipe_of(name, scale, seed)) for seed in getattr(found, scale)]
+        line = _SETTINGS[name]
+        runs += [Planned(name, recipe_of(name, scale, seed)) for seed in getattr(line, scale)]
     return runs
 
 
 def recipe_of(name: str, scale: str, seed: int) -> Recipe:
     """The recipe of one seed of a setting."""
-    found = _SETTINGS[name]
-    fields: dict[str, Any] = {"lr": found.lr, "max_norm": found.max_norm, "momentum": found.momentum}
+    line = _SETTINGS[name]
+    fields: dict[str, Any] = {"lr": line.lr, "max_norm": line.max_norm, "momentum": line.momentum}
     fields["seed"] = seed
     if name in IMAGES or name in IMAGES_WITH_DROPS:
-        model, more = "cifar-resnet20", {"laptop": _IMAGES}
+        model = "cifar-resnet20"
+        more = {"laptop": _IMAGES}
     else:
-        model, more = _LANGUAGE_MODELS[scale], {"laptop": _LANGUAGE, "paper": PAPER_MEASURED}
+        model = _LANGUAGE_MODELS[scale]
+        more = {"laptop": _LANGUAGE, "paper": PAPER_MEASURED}
     fields |= more.get(scale, {})
     if scale == "laptop":
-        fields |= {"probe_every": found.probe_every, "lr_drops": found.lr_drops}
-    if scale == "epoch" and found.probe_every == 0:
+        fields |= {"probe_every": line.probe_every, "lr_drops": line.lr_drops}
+    if scale == "epoch" and line.probe_every == 0:
         fields["probe_every"] = 0
     elif scale == "epoch" and (name, seed) == (BY_HAND, EPOCH[0]):
         fields["authors_at"] = AUTHORS_AT
@@ -168,10 +177,10 @@ def long_runs(scale: str) -> list[Planned]:
         return []
     return [
         Planned(
-            trained_name(scale, name), get_recipe("ptb-awd-lstm", scale, lr=found.lr, max_norm=found.max_norm)
+            trained_name(scale, name), get_recipe("ptb-awd-lstm", scale, lr=line.lr, max_norm=line.max_norm)
         )
-        for name, found in LANGUAGE.items()
-        if found.paper
+        for name, line in LANGUAGE.items()
+        if line.paper
     ]
 
 
@@ -211,7 +220,9 @@ def length_words(run: TrainedRun) -> str:
     """Length of a run: ``684 steps``; of one that has not ended ``20 of 200 epochs``."""
     if run.has_ended:
         return f"{run.status['step']:,} steps"
-    step, planned, epochs = last_step(run.folder), steps_of(run.recipe), run.recipe.epochs
+    step = last_step(run.folder)
+    planned = steps_of(run.recipe)
+    epochs = run.recipe.epochs
     if epochs > 1:
         return f"{step * epochs / planned:.3g} of {epochs} epochs"
     return f"{step:,} of about {planned:,} steps"
@@ -219,14 +230,15 @@ def length_words(run: TrainedRun) -> str:
 
 def missing_words(planned: Iterable[Planned], runs: Sequence[TrainedRun]) -> str:
     """Settings without a run, of a model that has none the model alone, in a sentence; empty without any."""
-    there = {(run.recipe.model_words, run.recipe.label) for run in runs}
-    models = {model for model, _ in there}
+    trained = {(run.recipe.model_words, run.recipe.label) for run in runs}
+    models = {model for model, _ in trained}
     names: dict[str, None] = {}
     for run in planned:
-        model, label = run.recipe.model_words, run.recipe.label
+        model = run.recipe.model_words
+        label = run.recipe.label
         if model not in models:
             names[model] = None
-        elif (model, label) not in there:
+        elif (model, label) not in trained:
             names[label] = None
     return f"Not run yet: {'; '.join(names)}." if names else ""
 
@@ -244,7 +256,8 @@ def seed_words(runs: Iterable[TrainedRun | Planned]) -> str:
 
 def setting_words(run: TrainedRun) -> str:
     """The setting in words for a panel's title or a legend, with the end of a run that did not finish."""
-    label, status = run.recipe.label, run.status["status"]
+    label = run.recipe.label
+    status = run.status["status"]
     if status == FINISHED:
         return label
     if status == DIVERGED:

@@ -157,7 +157,7 @@ class Results:
     def _has_ended(self, planned: Planned) -> bool:
         return planned.name in self._runs and self._runs[planned.name].has_ended
 
-    def there(self, settings: Iterable[str]) -> list[str]:
+    def settings_with_runs(self, settings: Iterable[str]) -> list[str]:
         """Those of the settings that have a run, to be drawn; an error if none has."""
         asked = dict.fromkeys(settings)
         planned = [run for run in self.plan.runs if run.setting in asked]
@@ -168,9 +168,9 @@ class Results:
             raise MissingRuns(f"there is no run of {', '.join(asked)}")
         return [setting for setting in asked if setting in there]
 
-    def shown(self, setting: str) -> list[TrainedRun]:
+    def runs_to_draw(self, setting: str) -> list[TrainedRun]:
         """Runs of a setting by seed, as many as there are, to be drawn; an error if there is none."""
-        self.there([setting])
+        self.settings_with_runs([setting])
         return [self._runs[run.name] for run in self.plan.of(setting) if run.name in self._runs]
 
     def paired(self, one: str, other: str) -> tuple[list[TrainedRun], list[TrainedRun]]:

@@ -51,7 +51,8 @@ from curvestep_reproduction.training.loop import train
 from curvestep_reproduction.training.run_folder import RunResult, TrainedRun, has_ended, result_in
 
 FIGURES = {figure.name: figure for figure in (FIG1, FIG2, FIG3, FIG4, FIG5, FIG6, FIG7, FIG8, EQUIVALENCE)}
-PICTURES, PAGE = "figures.json", "report.html"
+PICTURES = "figures.json"
+PAGE = "report.html"
 SILENCE = 30.0  # seconds without a line, after which one is due
 
 
@@ -139,7 +140,11 @@ def reproduce(
     by_scale = {plan.scale: claims}
     notes = [f"Trained here: scale {plan.scale}."]
     if plan.scale == "laptop":
-        kept = kept_claims({claim.name for claim in claims})
+        try:
+            kept = kept_claims({claim.name for claim in claims})
+        except (OSError, ValueError) as error:  # the package is damaged: the rest is shown all the same
+            kept = {}
+            failures.append(f"claims of the larger scales: {error}")
         by_scale |= kept
         claims = decided(by_scale)
         notes.append(f"Kept runs of other scales decide where they are larger: {', '.join(kept) or 'none'}.")
@@ -221,22 +226,23 @@ def draw_all(
     """Draw every picture of the plan; ``where``, ``suffix``, ``words`` end its title, name and caption."""
     drawn = Drawn()
     for figure, picture in results.plan.pictures:
-        name, title = f"{picture.name}{suffix}", f"{picture.title}{where}"
+        name = f"{picture.name}{suffix}"
+        title = f"{picture.title}{where}"
         try:
             png, svg = save(picture.draw(results), folder / "figures" / name)
         except NotPlanned:
             continue
         except (ValueError, OSError) as error:
-            said = f"{name}: {error}"
-            drawn.failures.append(said)
+            line = f"{name}: {error}"
+            drawn.failures.append(line)
         else:
-            said = f"{name}: {png}"
+            line = f"{name}: {png}"
             files = {path.suffix[1:]: path.relative_to(folder).as_posix() for path in (png, svg)}
             caption = " ".join([picture.caption, *_trained(figure, results), words]).rstrip()
             about = {"figure": figure.name, "name": name, "title": title, "caption": caption}
             drawn.entries.append(about | files)
         if progress:
-            print(said, flush=True)
+            print(line, flush=True)
     return drawn
 
 
@@ -264,16 +270,17 @@ def draw_kept(asked: Container[str], folder: Path, *, progress: bool) -> Drawn:
             continue
         with tempfile.TemporaryDirectory() as place:
             kept = load_kept(make_plan(scale, names), KEPT / scale, Path(place))
-            results, plan = kept.results, kept.results.plan
+            results = kept.results
+            plan = kept.results.plan
             able = tuple(figure for figure in plan.figures if results.of_figure(figure))
             results.plan = replace(plan, figures=able)
             again = f"Not trained here; `curvestep reproduce --scale {scale}` trains it anew."
-            found = draw_all(
+            drawn_at_scale = draw_all(
                 results, progress=progress, folder=folder, where=" (paper's size, kept runs)",
                 suffix=f"_{scale}", words=f"{kept.about} {again}",
             )  # fmt: skip
-        drawn.entries.extend(found.entries)
-        drawn.failures.extend([*kept.damaged, *found.failures])
+        drawn.entries.extend(drawn_at_scale.entries)
+        drawn.failures.extend([*kept.damaged, *drawn_at_scale.failures])
         without = [figure.name for figure in plan.figures if figure not in able]
         if without:
             drawn.failures.append(f"no run of the scale {scale} is kept for {', '.join(without)}")

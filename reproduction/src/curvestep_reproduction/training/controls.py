@@ -19,14 +19,17 @@ from curvestep import Replay
 from curvestep_reproduction.tasks import LanguageTask, generator, random_cuts, seed_of
 from curvestep_reproduction.training.session import Session
 
-WITHOUT_DROPOUT, AUTHORS = "without dropout", "authors"  # splits of the metrics
+# Splits of the metrics.
+WITHOUT_DROPOUT = "without dropout"
+AUTHORS = "authors"
 AUTHORS_SHARE = 0.1  # of the text, as in the paper
 
 
 @contextmanager
 def measured_beside(session: Session, total: int) -> Iterator[None]:
     """Take the optimizer's step inside; where it is measured, write the rows that the recipe asks for."""
-    task, step = session.task, session.step
+    task = session.task
+    step = session.step
     due = session.probe is not None and session.probe.due
     if not due or not isinstance(task, LanguageTask) or not task.recipe.probe_pieces:
         yield
@@ -35,14 +38,14 @@ def measured_beside(session: Session, total: int) -> Iterator[None]:
     if step not in authors_steps(task.recipe.authors_at, total, task.recipe.probe_every):
         yield
         return
-    here = copy.deepcopy(session.module)
+    start = copy.deepcopy(session.module)
     yield
-    there = [p.detach() for p in session.module.parameters()]
+    end = [p.detach() for p in session.module.parameters()]
     cuts = generator(task.recipe, f"authors/cuts/{step}")
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed_of(task.recipe, f"authors/masks/{step}"))
-        found = authors_smoothness(here, there, lambda model: summed_gradient(task, model, cuts))
-    session.write({"step": step, "split": AUTHORS, **found})
+        estimate = authors_smoothness(start, end, lambda model: summed_gradient(task, model, cuts))
+    session.write({"step": step, "split": AUTHORS, **estimate})
 
 
 def authors_steps(shares: Sequence[float], total: int, every: int) -> set[int]:
@@ -62,8 +65,8 @@ def without_dropout(session: Session) -> dict[str, float]:
     session.model.eval()
     try:
         with Replay(session.model, session.probe.oracle) as replay:
-            found = replay.gradient()
-            return {"loss": float(found.loss), "grad_norm": norm_of(found.gradients)}
+            measured = replay.gradient()
+            return {"loss": float(measured.loss), "grad_norm": norm_of(measured.gradients)}
     finally:
         session.model.train()
 
@@ -83,7 +86,8 @@ def summed_gradient(
 ) -> tuple[list[Tensor], int]:
     """Sum of the gradients over random pieces of a tenth of the text, and how many they are."""
     num_rows = math.ceil(AUTHORS_SHARE * len(task.streams))
-    pieces, state = random_cuts(num_rows - 1, task.recipe.bptt, source), None
+    pieces = random_cuts(num_rows - 1, task.recipe.bptt, source)
+    state = None
     for start, length in pieces:
         words, following = (task.streams[start + i : start + i + length] for i in (0, 1))
         loss, state = task.loss(model, (words, following), state)

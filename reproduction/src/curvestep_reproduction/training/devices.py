@@ -37,9 +37,13 @@ def make_fabric(recipe: Recipe, *, devices: int = 1) -> Fabric:
     check_count("devices", devices)
     if "TORCHELASTIC_RUN_ID" in os.environ:
         raise ValueError("A run starts its own processes: use `devices`, not torchrun.")
-    accelerator, most, what = "cpu", max(2, os.cpu_count() or 1), "cores of this machine"
+    accelerator = "cpu"
+    most = max(2, os.cpu_count() or 1)
+    what = "cores of this machine"
     if torch.cuda.is_available():
-        accelerator, most, what = "cuda", torch.cuda.device_count(), "GPUs here"
+        accelerator = "cuda"
+        most = torch.cuda.device_count()
+        what = "GPUs here"
     if devices > most:
         raise ValueError(f"`devices` must be at most the {most} {what}, got {devices}.")
     part_of_batch(recipe, 0, devices)  # which checks that they divide it
@@ -106,7 +110,8 @@ class LocalProcesses(DDPStrategy):
 @contextmanager
 def run_context(recipe: Recipe, *, threads: int | None = None) -> Iterator[None]:
     """Float type, torch threads and global generators for a run; the caller's come back afterwards."""
-    dtype, threads_before = torch.get_default_dtype(), torch.get_num_threads()
+    dtype = torch.get_default_dtype()
+    threads_before = torch.get_num_threads()
     torch.set_default_dtype(torch.float64 if recipe.precision == "64-true" else torch.float32)
     if threads is not None:
         torch.set_num_threads(threads)

@@ -168,10 +168,15 @@ def _loop(
     session: Session, total: int, status_file: _StatusFile, stop: threading.Event, progress: Progress
 ) -> tuple[str, str]:
     """Train until the last step, divergence, or a signal; the status and its reason."""
-    fabric, task, recipe = session.fabric, session.task, session.run.recipe
-    model, optimizer, probe = session.model, session.optimizer, session.probe
+    fabric = session.fabric
+    task = session.task
+    recipe = session.run.recipe
+    model = session.model
+    optimizer = session.optimizer
+    probe = session.probe
     # Both begin anew with each row, and a checkpoint is only taken after one: they need no place in it.
-    loss_sum, steps_summed = torch.zeros((), device=fabric.device), 0
+    loss_sum = torch.zeros((), device=fabric.device)
+    steps_summed = 0
     model.train()
     while session.step < total:
         step = session.step
@@ -224,7 +229,8 @@ def _loop(
 
 def _record(session: Session, loss: torch.Tensor, progress: Progress) -> str:
     """Write the row of this step; the reason if the run has diverged."""
-    recipe, fabric = session.run.recipe, session.fabric
+    recipe = session.run.recipe
+    fabric = session.fabric
     reduced = fabric.all_reduce(loss, reduce_op="mean")
     assert isinstance(reduced, torch.Tensor)
     value = float(reduced)
@@ -266,7 +272,9 @@ class _StatusFile:
     """Keeps the time of a run and its ``status.json``."""
 
     def __init__(self, run: TrainedRun, session: Session, interval: float) -> None:
-        self._run, self._session, self._interval = run, session, interval
+        self._run = run
+        self._session = session
+        self._interval = interval
         self._before = float(run.status.get("seconds", 0.0))
         self._start = self._last = time.monotonic()
 
@@ -284,7 +292,8 @@ class _StatusFile:
         session = self._session
         if not session.fabric.is_global_zero:
             return
-        train_loss, metrics = math.nan, {}
+        train_loss = math.nan
+        metrics = {}
         if status != RUNNING:
             run = TrainedRun.load(self._run.folder)
             for row in [*run.rows("valid")[-1:], *run.rows("test")[-1:]]:

@@ -106,8 +106,8 @@ class RunResult:
 
 def result_in(folder: Path, error: str = "") -> RunResult:
     """The result that ``status.json`` has; of a run that ended with an ``error``, that too."""
-    found = {name: value for name, value in read_status(folder, {}).items() if name in (*RESULT, "message")}
-    result = RunResult(folder=folder, **found)
+    values = {name: value for name, value in read_status(folder, {}).items() if name in (*RESULT, "message")}
+    result = RunResult(folder=folder, **values)
     if error:
         result = replace(result, message=error)
         if result.status in (RUNNING, WAITING):  # a process that was killed could not write that it failed
@@ -124,7 +124,8 @@ def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> TrainedRun:
     """
     folder = Path(folder)
     files = [name for name in (METRICS, TRACE, CHECKPOINT, STATUS) if (folder / name).exists()]
-    status, has_config = read_status(folder, {}), (folder / CONFIG).exists()
+    status = read_status(folder, {})
+    has_config = (folder / CONFIG).exists()
     failed_at_the_start = (status.get("status"), status.get("step"), files) == (FAILED, 0, [STATUS])
     if has_config and not failed_at_the_start:
         run = TrainedRun.load(folder)
@@ -143,7 +144,8 @@ def open_run(folder: str | Path, recipe: Recipe, *, resume: bool) -> TrainedRun:
 
 def check_recipe(run: TrainedRun, recipe: Recipe, *, apart_from: Sequence[str] = ()) -> None:
     """An error that names what differs if ``run`` is of another recipe, ``apart_from`` these fields."""
-    before, now = to_dict(run.recipe), to_dict(recipe)
+    before = to_dict(run.recipe)
+    now = to_dict(recipe)
     names = [name for name in {**before, **now} if name not in apart_from]
     changed = [f"{k} {before.get(k)!r} → {now.get(k)!r}" for k in names if before.get(k) != now.get(k)]
     if changed:

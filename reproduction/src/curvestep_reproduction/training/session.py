@@ -48,7 +48,9 @@ class Session:
     """Model, optimizer, probe, recurrent state and row files of one process of a run."""
 
     def __init__(self, fabric: Fabric, run: TrainedRun, task: Task) -> None:
-        self.fabric, self.run, self.task = fabric, run, task
+        self.fabric = fabric
+        self.run = run
+        self.task = task
         recipe = run.recipe
         self.module = module = task.build()
         self.num_parameters = sum(p.numel() for p in module.parameters())
@@ -63,7 +65,9 @@ class Session:
         lengths = {METRICS: 0, TRACE: 0}
         saved = load_checkpoint(path) if path.exists() else None
         if saved:
-            lengths, before, now = saved["lengths"], saved["data"], task.data_name
+            lengths = saved["lengths"]
+            before = saved["data"]
+            now = task.data_name
             if before != now:
                 raise ValueError(
                     f"{run.folder} was trained on {before}, now there is {now}: it cannot be resumed. Choose "
@@ -127,7 +131,8 @@ class Session:
         self.raw_optimizer.load_state_dict(saved["optimizer"])
         if self.probe:
             self.probe.load_state_dict(saved["probe"])
-        self.step, self.first_loss = saved["step"], saved["first_loss"]
+        self.step = saved["step"]
+        self.first_loss = saved["first_loss"]
         mine = self.task.mine
         device = self.fabric.device
         self.state = map_state(lambda tensor: tensor[:, mine].contiguous().to(device), saved["state"])
