@@ -76,7 +76,7 @@ def lstm_gd(gd: Sequence[TrainedRun], clipped: Sequence[TrainedRun]) -> Figure:
         f"(a): median of {ROWS} rows. Lines in (c, d): what the paper reads off its own, whose estimate sums "
         f"over batches. {trained_on(runs)}."
     )
-    title = f"Figure 8: GD's gradients are {ratio:.1f} times those of {clipped[0].recipe.label}"
+    title = f"Figure 8: GD's gradients are {ratio:.1f} times those of clipped GD, {clipped[0].recipe.label}"
     return figure_of_panels(panels, title=title, note=note)
 
 
@@ -94,7 +94,7 @@ def with_line(panel: Panel, *, L0: float, L1: float) -> Panel:
         return panel
     norms = chart.series[0].x
     ends = np.linspace(norms.min(), norms.max(), 50)
-    line = Series("the paper's", ends, L0 + L1 * ends, colour="bad", dash="dash", legend="")
+    line = Series("", ends, L0 + L1 * ends, colour="bad", dash="dash")
     return replace(panel, chart=replace(chart, series=(*chart.series, line)))
 
 
