@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from curvestep.checks import needs_extra
-from curvestep.report.chart import GRADIENT, SHARPNESS, THIN, Axis, Chart, Series
+from curvestep.report.chart import GRADIENT, NUM_COLOURS, SHARPNESS, THIN, Axis, Chart, Series
 from curvestep.trace.schema import FIELDS
 
 if TYPE_CHECKING:
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
     from curvestep.calibration.result import Calibration
     from curvestep.fit.fit import SmoothnessFit
+    from curvestep.trace.step_gains import StepGains
     from curvestep.trace.trace import Trace
 
 SHOWN_ROWS = 4000  # longer series are shown by evenly spaced rows
@@ -81,6 +82,21 @@ def trace_charts(trace: Trace) -> list[Chart]:
     if not any(charts):
         raise ValueError(f"There is nothing to plot: none of the {len(trace)} rows was measured.")
     return [chart for chart in charts if chart is not None]
+
+
+def gain_charts(gains: StepGains) -> list[Chart]:
+    """Gain, penalty and rest of each measured step, and the penalty of the layers where it is largest."""
+    x = Axis("iteration")
+    y = Axis("loss")
+    step = gains.step.astype(float)
+    curves = {"gain": gains.gain, "penalty": gains.penalty, "rest": gains.rest}
+    series = [Series(name, step, values, colour=i) for i, (name, values) in enumerate(curves.items())]
+    charts = [Chart("step_gains", "Gain and penalty of a step", x, y, tuple(series))]
+    if gains.layers:
+        names = sorted(gains.layers, key=lambda name: -gains.layers[name].penalty.sum())[:NUM_COLOURS]
+        series = [Series(name, step, gains.layers[name].penalty, colour=i) for i, name in enumerate(names)]
+        charts.append(Chart("layer_penalty", "Penalty of a step by layer", x, y, tuple(series)))
+    return charts
 
 
 def scatter(rows: Columns, fit: SmoothnessFit | None = None) -> Chart | None:

@@ -75,6 +75,10 @@ class SlopeAlong:
         """The product over all parameters."""
         return math.fsum(self._parts.values())
 
+    def share_of(self, indices: Iterable[int]) -> float:
+        """The product over some parameters, such as a layer's; the shares of all layers add up."""
+        return math.fsum(self._parts[i] for i in indices)
+
 
 def norms_part(start: Start, parameters: Sequence[Tensor], groups: Mapping[str, Sequence[int]]) -> Row:
     """Norms of gradient and step, whole and by layer, and the cosine between the step and −g."""
@@ -86,13 +90,29 @@ def norms_part(start: Start, parameters: Sequence[Tensor], groups: Mapping[str, 
         along = SlopeAlong(parameters, start.point)
         for i, gradient in enumerate(start.gradients):
             along(i, gradient, None)
-        part["cosine"] = float(np.clip(-along.total / g / length, -1.0, 1.0))
-    for name, indices in groups.items():
-        part.setdefault("layers", {})[name] = {
-            "grad_norm": _norm_of(start.gradients, indices),
-            "step_norm": _norm_of(lengths, indices),
-        }
+        part["cosine"] = _cosine(-along.total, g, length)
+        part |= layer_norms(start.gradients, lengths, groups, along)
+    elif groups:
+        part |= layer_norms(start.gradients, lengths, groups, None)
     return part
+
+
+def layer_norms(
+    gradients: Gradients, lengths: Gradients, groups: Mapping[str, Sequence[int]], along: SlopeAlong | None
+) -> Row:
+    """Norms of gradient and step in each layer, and the cosine between its part of the step and of −g."""
+    layers: Row = {}
+    for name, indices in groups.items():
+        g = _norm_of(gradients, indices)
+        length = _norm_of(lengths, indices)
+        layers[name] = {"grad_norm": g, "step_norm": length}
+        if along is not None and g > 0 and length > 0:
+            layers[name]["cosine"] = _cosine(-along.share_of(indices), g, length)
+    return {"layers": layers} if layers else {}
+
+
+def _cosine(product: float, one: float, other: float) -> float:
+    return float(np.clip(product / one / other, -1.0, 1.0))
 
 
 def summary_part(row: Row) -> Row:
@@ -150,6 +170,10 @@ def along_step(segment: Segment, replay: Replay, fractions: Sequence[float]) -> 
     if 1.0 in secants:
         part["loss_after"] = over_ranks(secants[1.0].loss, replay.model, mean=True)
         part["curvature"] = along.total / segment.step_norm / segment.step_norm
+        for name, indices in segment.groups.items():
+            length = part["layers"][name]["step_norm"]
+            if length > 0:
+                part["layers"][name]["curvature"] = along.share_of(indices) / length / length
     return part
 
 

@@ -113,7 +113,6 @@ class SelfTest:
         """
         if self.error is None:
             return self.run(replay, trained, seen, clipped=True)
-        seen.replayed = ForwardCalls()
         replay.keep_home()  # a closure that moves the parameters is undone
         gradients = replay.gradient().gradients
         self.eps = max(self.eps, seen.eps, precision(replay.parameters))
@@ -125,10 +124,6 @@ class SelfTest:
                 "`probe.record` every loss that is run backward, all of it, and each once; and begin "
                 "every step with `zero_grad()`."
             )
-        recorded = any(part.calls.calls for part in seen.passes)
-        if seen.replayed.calls and not recorded:
-            # A stray pass is among training's calls, but neither among the replays nor recorded.
-            seen.trained.size = seen.replayed.size
         self.confirmed = True
         self.calls = seen.trained.calls
         return gradients
@@ -170,7 +165,8 @@ class SelfTest:
         if math.isfinite(error):
             recorded = any(part.calls.calls for part in seen.passes)
             if self.error is not None and seen.replayed.calls and not recorded:
-                seen.trained.size = seen.replayed.size / 2  # of two replays
+                # A stray pass is among training's calls, but neither among the two replays nor recorded.
+                seen.trained.size = seen.replayed.size / 2
             self.confirmed = self.error is not None
             if self.error is None:
                 self.error = error

@@ -30,6 +30,8 @@ from curvestep.trace.schema import FAILED, FIELDS, OK, Row
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
+    from curvestep.trace.step_gains import StepGains
+
 FORMAT = "curvestep-trace"
 SCHEMA = 1
 TRACE = "trace.jsonl"  # its name in the folder of a run
@@ -182,6 +184,12 @@ class Trace:
         from curvestep.report.results import draw_charts, trace_charts
 
         return draw_charts(trace_charts(self))
+
+    def step_gains(self) -> StepGains:
+        """What each measured step gained to first order and what curvature took back, of each layer too."""
+        from curvestep.trace.step_gains import step_gains
+
+        return step_gains(self)
 
     @property
     def names(self) -> list[str]:
