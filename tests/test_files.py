@@ -125,7 +125,7 @@ def test_a_torn_last_row_is_left_out_either_way(path):
             assert rows_in(path, skip_damaged=skip) == [{"step": 0}]
 
 
-def test_checksums_are_not_part_of_a_row_and_rows_without_one_are_counted_once(path):
+def test_checksums_are_no_part_of_a_row_and_missing_ones_are_counted(path):
     path.write_bytes(dump_row({"step": 0}) + b'{"step": 1}\n{"step": 2}\n')
     with pytest.warns(UserWarning, match="2 rows have no checksum") as remarks:
         assert rows_in(path) == [{"step": 0}, {"step": 1}, {"step": 2}]

@@ -183,7 +183,7 @@ def facts(trace):
     return outcome_of(trace)
 
 
-def test_a_failed_measurement_is_no_lost_step_and_a_gradient_that_is_not_finite_is_one():
+def test_a_gradient_that_is_not_finite_loses_the_run_but_no_failed_row():
     row = trace_of([1.0])[0]
     failed, broken = trace_of(falling(12)), trace_of(falling(12))
     failed.append({**row, "step": 60, "loss": None, "status": "failed: out of memory"})

@@ -277,7 +277,7 @@ def test_of_one_run_the_noise_of_its_losses_makes_ties():
     assert "tie" not in kinds(advise(*many))
 
 
-def test_sparse_rows_are_ranked_by_the_mean_loss_since_the_row_before_and_not_by_one_batch():
+def test_sparse_rows_are_ranked_by_their_mean_loss_not_by_one_batch():
     means, lucky = {"recent_loss": 0.5, "recent_steps": 80}, [*falling(13, last=0.6), 0.3]
     steady = trace_of([*falling(13, last=0.5), 0.5], lr=0.1, every=80, **means)
     noisy = trace_of(lucky, lr=0.3, every=80, **{**means, "recent_loss": 0.6})

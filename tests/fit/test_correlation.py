@@ -7,7 +7,7 @@ from curvestep.fit.fit import fit_smoothness
 from tests.fit.traces import autoregression, make_trace, simulated
 
 
-def test_blocks_are_as_long_as_ranks_ask_for_where_outliers_hide_how_steps_resemble():
+def test_blocks_are_as_long_as_ranks_ask_for_despite_outliers():
     rng = np.random.default_rng(0)
     x, y = (autoregression(rng, 400, 0.95) for _ in range(2))
     x += np.where(rng.random(400) < 0.05, 60 * rng.standard_normal(400), 0.0)

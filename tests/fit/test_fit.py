@@ -105,7 +105,7 @@ def test_of_very_many_rows_evenly_spaced_ones_are_tested(monkeypatch):
     assert fit.within == fit_smoothness(every_other, control=False).within
 
 
-def test_without_secants_the_fit_says_what_is_missing_and_the_control_decides():
+def test_without_secants_the_control_decides():
     g, ell = simulated(np.random.default_rng(1), phi=0.8, L0=0.2, noise=0.1)
     fit = fit_smoothness(make_trace(g, ell, step_norm=0.02, lr=1.0))
     assert fit.within.missing.kind == "no-secants"
@@ -125,7 +125,7 @@ def test_without_secants_the_fit_says_what_is_missing_and_the_control_decides():
         ((0.6, 0.8), (0.5, 0.9), math.nan, True),
     ],
 )
-def test_a_constant_hessian_explains_what_is_not_clearly_beyond_the_control(rank, exponent, upper, expected):
+def test_a_constant_hessian_explains_what_its_control_reaches(rank, exponent, upper, expected):
     g, ell = simulated(np.random.default_rng(0), num=40)
     fit = fit_smoothness(make_trace(g, ell, step_norm=0.1, lr=0.1))
     control = dataclasses.replace(fit.control, spearman_interval=(-0.9, upper), exponent_interval=(-0.9, 0.4))

@@ -102,8 +102,10 @@ def slow_errors(log_x, log_ell, exponents, shares):
     return np.array(errors)
 
 
-def test_errors_on_held_out_blocks_agree_with_a_slow_twin():
+@pytest.mark.parametrize("drift", [0.0, 8.0])
+def test_errors_on_held_out_blocks_agree_with_a_slow_twin(drift):
     g, ell, _ = rows(np.random.default_rng(0), "square", num=57)
+    ell = ell * np.exp(np.linspace(0, drift, 57))
     exponents = np.array([0.5, 1.0, 2.0, 3.0])
     fast = _Family(np.log(g), np.log(ell), exponents)
     slow = slow_errors(np.log(g), np.log(ell), exponents, _CONSTANT_SHARES)

@@ -72,7 +72,7 @@ def test_a_layer_is_fitted_in_its_own_norm():
     assert "of layer a/b" in fit.details()
 
 
-def test_a_layer_that_was_not_measured_is_refused_with_the_names_of_the_others():
+def test_an_unmeasured_layer_is_refused_with_the_names_of_the_others():
     with pytest.raises(ValueError, match=r"Measured: a/b, c"):
         usable_samples(layered(), layer="d")
     with pytest.raises(ValueError, match="got 0 of 60"):

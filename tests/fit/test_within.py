@@ -115,7 +115,7 @@ def test_power_has_the_elasticity_of_its_exponent(power):
     assert found.grows
 
 
-def test_smoothness_that_falls_where_the_gradient_grows_has_negative_elasticity():
+def test_smoothness_that_falls_as_the_gradient_grows_is_negative():
     # f = |x|^1.5: the Hessian is 1/√x, the gradient √x.
     found = within_steps(**along(lambda p: 1.5 * np.sqrt(np.abs(p)) * np.sign(p), points(low=1), lr=1e-3))
     assert found.elasticity == pytest.approx(-1, abs=1e-2)
@@ -240,11 +240,6 @@ def test_shuffles_in_pieces_add_up_to_all_of_them(at_once, monkeypatch):
     assert within_steps(**rows).zero == pytest.approx(whole.zero, rel=1e-12)
 
 
-def test_same_rows_give_the_same_answer():
-    rows = drifting(np.random.default_rng(0))
-    assert within_steps(**rows) == within_steps(**rows)
-
-
 def test_stretch_ends_before_the_overshoot():
     rng = np.random.default_rng(0)
     for kappa, last in ((0.2, 1.0), (0.5, 0.5), (1.5, 0.15)):
@@ -260,7 +255,7 @@ def test_step_across_the_gradient_does_not_deny_growth():
     assert found.answer == "not-shown"
 
 
-def test_size_is_told_along_the_gradient_and_unknown_where_directions_differ():
+def test_size_is_known_along_the_gradient_and_unknown_across_it():
     one = within_steps(**along(np.exp, points(high=2.0), lr=0.02))
     assert one.size_known
     assert one.size_error == pytest.approx(0, abs=0.02)
@@ -389,25 +384,17 @@ def trace_of(rows, *, fractions_in_rows=False, drop=(), **header):
 EXPONENTIAL = along(np.exp, points(high=2.0), lr=0.02)
 
 
-@pytest.mark.parametrize(
-    ("trace", "kind", "way_out"),
-    [
-        (trace_of(EXPONENTIAL, drop=("secants",), fractions=DEFAULT), "no-secants", "Measure again"),
-        (trace_of(EXPONENTIAL), "no-fractions", "Add `fractions`"),
-        (trace_of(EXPONENTIAL, drop=("kappa",), fractions=DEFAULT), "no-kappa", "Record `kappa` or"),
-        (
-            trace_of(along(np.exp, points(), lr=0.02, fractions=(1.0,)), fractions=(1.0,)),
-            "one-fraction",
-            "the probe's own fractions",
-        ),
-        (trace_of(along(np.exp, points(20), lr=0.02), fractions=DEFAULT), "few-rows", "Measure more steps"),
-    ],
-)
-def test_what_a_trace_lacks_is_named_with_the_way_out(trace, kind, way_out):
+@pytest.mark.parametrize(("trace", "kind"), [
+    (trace_of(EXPONENTIAL, drop=("secants",), fractions=DEFAULT), "no-secants"),
+    (trace_of(EXPONENTIAL), "no-fractions"),
+    (trace_of(EXPONENTIAL, drop=("kappa",), fractions=DEFAULT), "no-kappa"),
+    (trace_of(along(np.exp, points(), lr=0.02, fractions=(1.0,)), fractions=(1.0,)), "one-fraction"),
+    (trace_of(along(np.exp, points(20), lr=0.02), fractions=DEFAULT), "few-rows"),
+])  # fmt: skip
+def test_what_a_trace_lacks_is_named(trace, kind):
     found = fit_smoothness(trace, control=False).within
     assert found.answer == "cannot-tell"
     assert found.missing.kind == kind
-    assert way_out in str(found)
 
 
 def test_fractions_of_the_rows_are_used_where_the_header_has_none():

@@ -103,7 +103,7 @@ def test_header_says_schema_versions_and_what_was_measured(tmp_path):
     assert Trace.load(tmp_path / "t.jsonl").header == header
 
 
-def test_a_damaged_row_is_named_by_its_line_in_the_file_and_blank_lines_are_none(path):
+def test_a_damaged_row_is_named_by_its_line_among_blank_ones(path):
     with Trace(path) as trace:
         for step in range(2):
             trace.append({"step": step})

@@ -162,8 +162,8 @@ def _from_seeds(setting: Setting, left_out: tuple[Note, ...]) -> Advice:
         return replace(advice, warnings=(*advice.warnings, *left_out))
     agreeing = setting.agreeing
     if not agreeing:
-        said = sorted({run.condition.action.upper() for run in setting.runs})
-        verdict = words.VERDICTS["seeds-disagree"].format(answers=", ".join(said))
+        answers = sorted({run.condition.action.upper() for run in setting.runs})
+        verdict = words.VERDICTS["seeds-disagree"].format(answers=", ".join(answers))
         return Advice(
             action=CANNOT_TELL,
             kind="seeds-disagree",

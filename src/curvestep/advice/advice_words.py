@@ -196,7 +196,7 @@ def setting_name(run: Outcome) -> str:
 def _ending(setting: Setting) -> str:
     """How the runs of a setting ended."""
     num_runs = len(setting.runs)
-    if setting.num_lost:
-        return "diverged" if num_runs == 1 else f"diverged in {setting.num_lost} of {num_runs} runs"
+    if setting.num_diverged:
+        return "diverged" if num_runs == 1 else f"diverged in {setting.num_diverged} of {num_runs} runs"
     loss = f"loss {setting.loss:.4g} ± {setting.error:.2g}"
     return loss if num_runs == 1 else f"{loss}, {num_runs} runs"

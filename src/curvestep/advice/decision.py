@@ -31,7 +31,7 @@ DOWN = "down"
 NOWHERE = "nowhere"  # lr is not the question
 
 LR_FACTOR = 3.0  # factor on lr, within which one run cannot rank
-LARGE_FACTOR = 10.0  # factor on lr where a run was lost or is stuck, and margin below what the start allowed
+LARGE_FACTOR = 10.0  # factor on lr where a run diverged or is stuck, and margin below what the start allowed
 GOOD_START = 2.0  # largest working step at the start over the step of the best lr, about
 MIN_PROGRESS = 0.9  # of the first loss: no progress to speak of
 SHORT_KAPPA = 0.1  # change of the gradient over a step, relative to its norm, below which steps are short

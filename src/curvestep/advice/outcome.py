@@ -123,35 +123,35 @@ def _loss_curve(trace: Trace) -> dict[str, Any]:
     first = finite_mean(start[:1])
     last = finite_mean(end)
     highest = float(np.max(loss[known], initial=-math.inf))
-    lost = _lost_rows(trace)
+    nonfinite = _nonfinite_rows(trace)
     scale = max(abs(first), 1e-300)
     noise = NORMAL_SPREAD * typical(np.abs(np.diff(loss[known])))
     clear = 2 * noise * math.sqrt(1 / max(1, len(start)) + 1 / max(1, len(end)))
     fell = finite_mean(start) - last > clear
-    sound = step[: np.min(lost, initial=len(loss))]
+    sound = step[: np.min(nonfinite, initial=len(loss))]
     return {
         "num_losses": len(known),
         "first_loss": first,
         "last_loss": last,
-        "highest_loss": _highest_met(highest, after, loss[lost]),
+        "highest_loss": _highest_met(highest, after, loss[nonfinite]),
         "rise": (last - first) / scale,
         "end_rise": (finite_mean(after) - first) / scale,
         "peak_rise": (highest - first) / scale,
         "stood_still": _promised_fall(trace) > clear and not fell,
         "noise": noise,
-        "nonfinite_at": int(step[lost[0]]) + 1 if len(lost) else None,
+        "nonfinite_at": int(step[nonfinite[0]]) + 1 if len(nonfinite) else None,
         "finite_until": int(np.max(sound, initial=-1)) + 1,
     }
 
 
-def _highest_met(highest: float, after: np.ndarray, lost: np.ndarray) -> float:
-    """The highest loss of rows and after the last step; inf if the loss was not finite where it was lost."""
-    if not np.isfinite(lost).all():
+def _highest_met(highest: float, after: np.ndarray, nonfinite: np.ndarray) -> float:
+    """The highest loss of rows and after the last step; inf if that of a ``nonfinite`` row was not finite."""
+    if not np.isfinite(nonfinite).all():
         return math.inf
     return float(np.fmax(highest, np.max(after[np.isfinite(after)], initial=-math.inf)))
 
 
-def _lost_rows(trace: Trace) -> np.ndarray:
+def _nonfinite_rows(trace: Trace) -> np.ndarray:
     """Rows whose loss or gradient is not finite; none if nobody recorded the loss."""
     unknown = ~np.isfinite(trace.column("loss"))
     broken = trace.column("status") == NONFINITE

@@ -62,11 +62,11 @@ class Setting:
 
     @property
     def loss(self) -> float:
-        """Mean of the final losses; inf if a run was lost."""
+        """Mean of the final losses; inf if a run diverged."""
         return float(np.mean(self.losses))
 
     @property
-    def num_lost(self) -> int:
+    def num_diverged(self) -> int:
         """How many runs diverged."""
         return sum(run.condition.action == DIVERGED for run in self.runs)
 
@@ -75,7 +75,7 @@ class Setting:
         """Standard error of the mean, by the spread or, of a single run, by its noise."""
         if len(self.runs) == 1:
             return self.outcome.noise / math.sqrt(max(1.0, self.runs[0].num_averaged))
-        with np.errstate(invalid="ignore"):  # of a lost one
+        with np.errstate(invalid="ignore"):  # where one diverged
             spread = float(np.std(self.losses, ddof=1))
         return spread / math.sqrt(len(self.runs))
 
@@ -93,7 +93,7 @@ class Setting:
         voices = [run for run in self.runs if run.condition.action != CANNOT_TELL] or list(self.runs)
         counts = Counter(run.condition.direction for run in voices)
         majority = [way for way, count in counts.items() if 2 * count > len(voices)]
-        if 2 * self.num_lost >= len(voices):
+        if 2 * self.num_diverged >= len(voices):
             majority = [DOWN]
         elif not majority and 2 * counts[SAME] == len(voices):
             majority = [SAME]
@@ -102,8 +102,8 @@ class Setting:
     @property
     def got_nowhere(self) -> bool:
         """Whether most of its runs diverged or never moved."""
-        lost = [run for run in self.runs if run.condition.action in (DIVERGED, STUCK)]
-        return 2 * len(lost) > len(self.runs)
+        nowhere = [run for run in self.runs if run.condition.action in (DIVERGED, STUCK)]
+        return 2 * len(nowhere) > len(self.runs)
 
 
 class LeftOut(NamedTuple):

@@ -10,7 +10,7 @@ if TYPE_CHECKING:
     from curvestep.fit.fit import SmoothnessFit
     from curvestep.fit.within import Within
 
-# Why something cannot be told, and the way out.
+# Why there is no answer, and the way out.
 DOUBTS = {
     "no-secants": "No point inside a step was measured. Measure again with the estimator `smoothness`, "
     "which does.",

@@ -60,7 +60,7 @@ LEAST_ROWS = 4 * BLOCK
 SHUFFLES = 100
 ROWS_AT_ONCE = 20_000  # of all shuffles that are computed together
 TAIL = 0.05  # share of the rows at either end that count as no further out than the rest
-MOST_SIZE_ERROR = 0.15  # of an elasticity whose size is told
+MOST_SIZE_ERROR = 0.15  # of an elasticity that may be read as a number
 RESOLVED = 100.0  # spread of v in units of the rounding error of u, from which u can be read
 
 
@@ -88,7 +88,7 @@ class Within:
 
     @property
     def doubt(self) -> Note | None:
-        """Why it cannot be told whether smoothness grows, and the way out."""
+        """Why nobody can tell whether smoothness grows, and the way out."""
         if self.missing is None and self.cosine < LEAST_COSINE and not self.grows:
             return words.doubt("across", cosine=self.cosine)
         return self.missing

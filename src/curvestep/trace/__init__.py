@@ -1,1 +1,1 @@
-"""What was measured: folders of runs, found and read."""
+"""What was measured: rows, their columns, the facts of a run, and the folders of runs."""

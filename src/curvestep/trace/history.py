@@ -136,10 +136,10 @@ def _is_final(step: np.ndarray) -> np.ndarray:
 
 
 def best_setting(scores: Mapping[Key, Sequence[float]]) -> Key:
-    """Which of several settings won: the lowest mean score among those that lost no run.
+    """Which of several settings won: the lowest mean score among those whose runs all have one.
 
     The one rule for "best" in the library: advice on several runs, sweeps and claims all use it. Scores are
-    final losses as a rule, not finite for a lost run; it raises where every setting lost one.
+    final losses as a rule, not finite for a run that diverged; it raises where every setting has such a run.
 
     Example:
         >>> best_setting({"lr 1": [2.0, 2.2], "lr 3": [1.5, 1.7], "lr 9": [1.0, float("inf")]})

@@ -118,8 +118,8 @@ class Run:
 
 def find_runs(folder: str | Path) -> list[Run]:
     """Every run under ``folder``, by path."""
-    found = (path.parent for path in sorted(Path(folder).rglob(STATUS)))
-    return [Run.load(path) for path in found if (path / CONFIG).exists()]
+    folders = [path.parent for path in sorted(Path(folder).rglob(STATUS))]
+    return [Run.load(place) for place in folders if (place / CONFIG).exists()]
 
 
 def last_step(folder: Path) -> int:
@@ -135,9 +135,9 @@ def last_step(folder: Path) -> int:
     except OSError:
         return 0
     for line in reversed(lines[:-1]):
-        _, found, rest = line.partition(b'"step": ')
+        _, key, rest = line.partition(b'"step": ')
         number = rest.split(b",")[0].rstrip(b"}")
-        if found and number.isdigit():
+        if key and number.isdigit():
             return int(number)
     return 0
 
