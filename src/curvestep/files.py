@@ -12,6 +12,7 @@ import errno
 import json
 import math
 import os
+import sys
 import threading
 import uuid
 import warnings
@@ -20,7 +21,7 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import IO, Any, BinaryIO, NoReturn
+from typing import IO, Any, BinaryIO, NoReturn, TypeGuard
 
 try:
     import fcntl
@@ -435,6 +436,11 @@ class RowFile:
 
 def _refuse(constant: str) -> NoReturn:
     raise ValueError(f"{constant} is not JSON")
+
+
+def is_exact(value: object) -> TypeGuard[float]:
+    """Whether a value is a number that float64 holds as it is."""
+    return type(value) is float or (type(value) is int and value.bit_length() <= sys.float_info.mant_dig)
 
 
 def _to_strict(value: object) -> object:

@@ -10,6 +10,7 @@ from typing import Any, TypeGuard
 import numpy as np
 from numpy.typing import ArrayLike
 
+from curvestep.files import is_exact
 from curvestep.optimizer_family import family_of
 from curvestep.steps import is_clipped
 from curvestep.trace.schema import FIELDS, Row
@@ -110,11 +111,6 @@ def _new_column(name: str, num: int, fractions: Sequence[float]) -> _Column:
     if kind == "word":
         return _WordColumn(num)
     return _LogColumn(num) if kind == "log" else _Column(num)
-
-
-def is_exact(value: object) -> TypeGuard[float]:
-    """Whether a value is a number that float64 holds as it is."""
-    return type(value) is float or (type(value) is int and value.bit_length() <= sys.float_info.mant_dig)
 
 
 def is_number(value: object) -> bool:

@@ -22,9 +22,9 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from curvestep.checks import check_choice
-from curvestep.files import PackedRows, RowFile, dump_row, end_of_last_row, load_row, read_lines
+from curvestep.files import PackedRows, RowFile, dump_row, end_of_last_row, is_exact, load_row, read_lines
 from curvestep.report.markup import html_table
-from curvestep.trace.columns import CLIP_COLUMNS, clip_norms, columns_of, is_exact, is_list
+from curvestep.trace.columns import CLIP_COLUMNS, clip_norms, columns_of, is_list
 from curvestep.trace.schema import FAILED, FIELDS, OK, Row
 
 if TYPE_CHECKING:
