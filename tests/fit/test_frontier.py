@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings, strategies as st
 from scipy.optimize import linprog
 
-from curvestep.fit.frontier import envelope, frontier_points, quantile_line, quantile_lines
+from curvestep.fit.frontier import envelope, frontier_points, least_L0, quantile_line, quantile_lines
 from curvestep.theory.inequalities import sample_frontier
 from tests.reference import quantile_line_by_enumeration
 
@@ -83,3 +83,8 @@ def test_quantile_line_holds_where_one_point_is_far_beyond_the_others(far):
         line = quantile_line(g, ell, quantile=0.95)
         assert min(line) >= 0
         assert loss(line) <= loss(best) * (1 + 1e-6) + 1e-13 * far
+
+
+def test_no_line_needs_an_L0_below_zero():
+    points = np.array([[1.0, 2.0], [3.0, 4.0]])
+    assert least_L0(points, [0.0, 0.5, 2.0, 100.0]).tolist() == [4.0, 2.5, 0.0, 0.0]

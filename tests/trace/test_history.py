@@ -3,7 +3,15 @@ import math
 import numpy as np
 import pytest
 
-from curvestep.trace.history import best_setting, clipped_share, ends_finite, final_loss
+from curvestep.optimizer_family import Family
+from curvestep.trace.history import (
+    best_setting,
+    clipped_share,
+    ends_finite,
+    final_loss,
+    optimizer_family,
+    task_facts,
+)
 from curvestep.trace.schema import NONFINITE
 from curvestep.trace.trace import Trace
 from tests.fit.traces import make_trace
@@ -49,3 +57,23 @@ def test_a_row_counts_for_the_steps_since_the_one_before():
     steps, norms = np.array([0.0, 1.0, 2.0, 12.0, 22.0]), np.array([1.0, 1.0, 1.0, math.inf, math.nan])
     assert clipped_share(steps, norms) == pytest.approx(3 / 13)
     assert math.isnan(clipped_share(steps[-1:], norms[-1:]))
+
+
+def test_facts_of_a_task_are_those_of_the_header_or_of_the_middle_row():
+    trace = Trace(header={"model": "LSTM"})
+    for step, size in enumerate((7, None, 32, 32, 32)):
+        trace.append({"step": step, "batch_size": size, "optimizer": "ClippedSGD"})
+    assert task_facts(trace) == {"model": "LSTM", "optimizer": "SGD", "batch_size": "32"}
+
+
+@pytest.mark.parametrize(("header", "row", "family"), [
+    ({"optimizer_family": "adam"}, {}, Family.ADAM),
+    ({"optimizer": "Lion"}, {"optimizer": "SGD"}, Family.SIGN),
+    ({}, {"optimizer": "AdamW"}, Family.ADAM),
+    ({}, {}, Family.UNKNOWN),
+])  # fmt: skip
+def test_the_family_of_an_older_trace_follows_from_its_names(header, row, family):
+    trace = Trace(header=header)
+    trace.append({"step": 0})
+    trace.append({"step": 1, **row})
+    assert optimizer_family(trace) is family

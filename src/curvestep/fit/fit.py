@@ -201,6 +201,7 @@ def fit_smoothness(
     - ``within``: see :mod:`curvestep.fit.within`.
 
     The intervals are for the law that the steps of this run come from, as if it went on and on like this.
+    Of a longer run they rest on 4,000 evenly spaced rows, and the test inside steps on 100,000.
     Bootstrap and control have a seed of their own: the same trace gives the same fit.
 
     Args:

@@ -246,6 +246,7 @@ class Trace:
             if not any(columns["optimizer"]):  # older rows leave it to the header
                 columns["optimizer"] = np.array(str(self.header.get("optimizer", "")), dtype=object)
             self._read_clip_norm = clip_norms(columns)
+            self._read_clip_norm.flags.writeable = False
         return self._read_clip_norm
 
     @property
