@@ -27,7 +27,9 @@ L0 = 1.0
 L1 = 2.0
 
 
-def write_run(folder, *, recipe="ptb-lstm", steps=60, diverged=False, scale=1.0, held_out=10, **fields):
+def write_run(
+    folder, *, recipe="ptb-lstm", steps=60, diverged=False, scale=1.0, held_out=10, valid="valid", **fields
+):
     """A run folder from clipped descent on (L0/L1²)(exp(L1|x|) − L1|x| − 1), where f'' = L0 + L1|f'|."""
     made = get_recipe(recipe, steps=steps, **fields)
     run = open_run(folder, made, resume=False)
@@ -46,7 +48,7 @@ def write_run(folder, *, recipe="ptb-lstm", steps=60, diverged=False, scale=1.0,
         metrics.append(row | {"split": "train", "coefficient": 1.0, "lr": made.lr})
         trace.append(row | {"smoothness": smoothness, "step_norm": abs(new - x), "lr": 0.05})
         if step % held_out == 0:
-            metrics.append({"step": step, "split": "valid", "loss": loss + 0.1, "perplexity": math.exp(loss)})
+            metrics.append({"step": step, "split": valid, "loss": loss + 0.1, "perplexity": math.exp(loss)})
             metrics.append({"step": step, "split": "test", "loss": loss, "accuracy": 90.0 - loss})
         x = new
     metrics.close()
@@ -225,11 +227,14 @@ def test_training_loss_is_a_running_mean_of_the_steps_so_far(settings):
 
 
 def test_a_seed_with_its_end_alone_is_a_mark_beside_the_line_of_the_others(tmp_path):
-    runs = [write_run(tmp_path / str(n), seed=n, held_out=60 if n == 0 else 10) for n in (0, 1, 2)]
+    part = {"valid": "valid-part", "eval_part": 0.2}
+    runs = [write_run(tmp_path / "0", seed=0, held_out=60)]
+    runs += [write_run(tmp_path / str(n), seed=n, **part) for n in (1, 2)]
     (curve,) = gather(runs, "loss", "valid")
     assert curve.values.shape == (2, 6)
     ((step, value),) = curve.alone
     assert (step, value) == (60.0, pytest.approx(runs[0].rows("valid")[0]["loss"]))
+    assert curve_panels(runs)[1].chart.y.label == "validation loss, 20% of the text"
 
 
 def test_seeds_that_end_early_leave_the_steps_that_all_have(tmp_path):

@@ -12,7 +12,7 @@ from matplotlib.figure import Figure
 from curvestep.report.chart import Axis, Chart, Series
 from curvestep.report.results import on_common_steps, over_seeds, running_mean
 from curvestep.steps import normalized_from_clipped
-from curvestep.trace.run import DIVERGED
+from curvestep.trace.run import DIVERGED, PART
 from curvestep_reproduction.claims.statistics import accuracy, final_loss, spread
 from curvestep_reproduction.cost import steps_of
 from curvestep_reproduction.figures import legend
@@ -38,7 +38,7 @@ SURVIVOR = 0.5  # weight of the line of a seed whose setting diverges on others
 NOTE = (
     "A line is the mean over the seeds, a band their range; thin lines are single seeds of settings that "
     "diverge on others, a triangle marks where the last of those diverged; a mark without a line is a seed "
-    "of which only the end is known."
+    "of which only the end is known, on all held-out data."
 )
 
 
@@ -103,7 +103,7 @@ def gather(runs: Sequence[TrainedRun], column: str, split: str, *, smoothing: in
     for own in settings.values():
         trained = [run for run in own if run.status["status"] != DIVERGED]
         ends = [run.status["step"] / unit for run in own if run.status["status"] == DIVERGED]
-        lines = [running_mean(*run.column(column, split), smoothing) for run in trained]
+        lines = [running_mean(*held_out_column(run, column, split), smoothing) for run in trained]
         longest = max((len(steps) for steps, _ in lines), default=0)
         short = [(steps, values) for steps, values in lines if len(steps) == 1 < longest]
         steps = np.zeros(0)
@@ -126,6 +126,12 @@ def gather(runs: Sequence[TrainedRun], column: str, split: str, *, smoothing: in
             )
         )
     return curves
+
+
+def held_out_column(run: TrainedRun, column: str, split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Steps and values of a column; from evaluations on a part of the data where the run has such."""
+    part = f"{split}{PART}"
+    return run.column(column, part if run.rows(part) else split)
 
 
 def _unended(runs: Sequence[TrainedRun]) -> str:
@@ -233,10 +239,16 @@ def curve_panels(runs: Sequence[TrainedRun]) -> list[Panel]:
     images = [run for run in runs if isinstance(run.recipe, ImageRecipe)]
     if language:
         validation = gather(language, "loss", "valid")
+        shares = sorted({run.recipe.eval_part for run in language if run.rows(f"valid{PART}")})
+        of_a_part = f", {shares[0]:.0%} of the text" if shares else ""
         panels.append(loss_panel(language, letter="a", paper="clipping is faster"))
         panels.append(
             curve_panel(
-                validation, "validation loss", time=time_of(language), letter="b", paper="clipping is best"
+                validation,
+                f"validation loss{of_a_part}",
+                time=time_of(language),
+                letter="b",
+                paper="clipping is best",
             )
         )
     if images:
