@@ -148,7 +148,7 @@ HELPED = [
 
 
 @pytest.mark.parametrize("command", HELPED)
-def test_help_fits_a_terminal_with_an_example_and_a_default_for_every_option(capsys, command):
+def test_help_fits_a_terminal_and_has_a_default_for_every_option(capsys, command):
     code, out, _ = run(capsys, *command.split(), "--help")
     assert code == 0
     assert max(map(len, out.splitlines())) <= 80

@@ -49,7 +49,7 @@ def test_number_of_parameters(make, count):
     assert sum(p.numel() for p in make().parameters()) == count
 
 
-def test_tied_softmax_is_the_embedding_and_stays_so_in_a_copy_and_a_saved_state():
+def test_tied_softmax_stays_the_embedding_in_a_copy_and_a_saved_state():
     model = small()
     assert model.decoder.weight is model.embedding.weight
     copied = copy.deepcopy(model)
@@ -186,7 +186,7 @@ def test_random_windows_are_drawn_as_published():
     assert abs(float(lengths[~half].std()) - 5) < 0.25
 
 
-def test_random_windows_have_at_least_five_steps_and_repeat_with_the_generator():
+def test_random_windows_have_five_steps_and_repeat_with_the_generator():
     draws = [[random_bptt_length(torch.Generator().manual_seed(s), 6) for s in range(99)] for _ in range(2)]
     assert draws[0] == draws[1]
     assert min(draws[0]) == 5
@@ -195,7 +195,7 @@ def test_random_windows_have_at_least_five_steps_and_repeat_with_the_generator()
 # Residual networks
 
 
-def test_parameter_free_shortcut_takes_every_second_pixel_and_adds_zero_channels():
+def test_shortcut_takes_every_second_pixel_and_adds_zero_channels():
     block = Block(4, 8, stride=2)
     nn.init.zeros_(block.norm2.weight)  # the two convolutions then add nothing
     x = torch.rand(2, 4, 6, 6)

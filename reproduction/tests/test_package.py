@@ -20,7 +20,7 @@ def test_version_is_that_of_the_library_and_needs_it():
 
 
 @pytest.mark.slow
-def test_wheel_made_from_the_archive_holds_the_package_its_runs_and_the_licence(tmp_path):
+def test_wheel_from_the_archive_holds_package_runs_and_licence(tmp_path):
     command = [sys.executable, "-m", "build", "--no-isolation", "-o", str(tmp_path), str(FOLDER)]
     subprocess.run(command, check=True, capture_output=True)
     (wheel,) = tmp_path.glob("*.whl")

@@ -29,7 +29,7 @@ def terminal(monkeypatch):
     return out
 
 
-def test_without_a_terminal_there_is_a_line_after_each_interval_and_one_at_the_end(capsys, clock):
+def test_without_a_terminal_a_line_comes_each_interval_and_at_the_end(capsys, clock):
     with Progress("training", 100, start=40, interval=10) as shown:
         for done in range(41, 101):
             clock(1)

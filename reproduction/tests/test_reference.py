@@ -106,7 +106,7 @@ def test_the_librarys_function_is_the_estimate_of_appendix_h(problem):
     assert float(found) == pytest.approx(reference.smoothness(gradient, start, end, delta=0.25), rel=1e-12)
 
 
-def test_on_a_quadratic_the_estimate_is_its_curvature_and_the_released_one_times_the_pieces():
+def test_on_a_quadratic_the_released_estimate_is_off_by_the_pieces():
     start = [torch.zeros(4, dtype=torch.float64)]
     end = [torch.ones(4, dtype=torch.float64)]
     gradient = lambda x: [3.0 * x[0]]  # noqa: E731
@@ -115,7 +115,7 @@ def test_on_a_quadratic_the_estimate_is_its_curvature_and_the_released_one_times
     assert released == pytest.approx(7 * 3.0)
 
 
-def test_the_released_estimate_differs_by_the_grid_and_by_the_sum_over_pieces(problem):
+def test_the_released_estimate_differs_by_grid_and_sum_over_pieces(problem):
     model, loss = problem
     start = copies(model.parameters())
     end = [x + 0.1 * torch.randn_like(x) for x in start]

@@ -61,7 +61,7 @@ def test_penalties_are_added_to_the_loss(tmp_path, weights):
     torch.testing.assert_close(penalised.loss(model, batch)[0], plain.loss(model, batch)[0] + penalty)
 
 
-def test_a_vocabulary_keeps_the_most_frequent_words_and_the_rest_are_unknown(tmp_path):
+def test_a_vocabulary_keeps_the_most_frequent_words(tmp_path):
     whole, cut = (make_task(small_language(tmp_path, vocabulary=size)) for size in (0, 12))
     words = [whole.corpus.vocabulary[i] for i in whole.corpus.train.tolist()]
     often = [word for word, _ in Counter(words).most_common() if word != "<eos>"][:10]

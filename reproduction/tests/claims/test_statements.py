@@ -183,9 +183,7 @@ def test_no_correlation_is_told_both_ways(tmp_path, alpha):
     ("clipped", "plain", "verdict"),
     [(2.0, 0.02, REPRODUCED), (2.0, 1.0, IN_PART), (0.02, 1.0, NOT_REPRODUCED)],
 )
-def test_the_papers_explanation_needs_variation_with_clipping_and_none_without(
-    tmp_path, clipped, plain, verdict
-):
+def test_the_explanation_needs_variation_with_clipping_alone(tmp_path, clipped, plain, verdict):
     plan = planned("fig2", BY_HAND, "lm-lr2")
     alphas = {BY_HAND: clipped, "lm-lr2": plain}
     results = results_with(tmp_path, plan, lambda setting, seed: alphas[setting], noise=0.05)
@@ -292,7 +290,7 @@ def test_statements_without_runs_are_not_tested(tmp_path):
             assert claim.sentence
 
 
-def test_a_claim_whose_runs_have_not_ended_names_them_with_hours_and_command(tmp_path):
+def test_a_claim_without_its_runs_names_them_with_hours_and_command(tmp_path):
     claims = verdicts_of(make_plan("epoch"), tmp_path)
     assert re.fullmatch(
         r"lm-long-seed0, \d+(\.\d)? core-hours, `curvestep reproduce fig5 --scale epoch`",
@@ -334,7 +332,7 @@ def test_a_tenth_of_the_data_is_accurate_where_errors_are_small(tmp_path, scale,
     assert verdict_of(found) == verdict
 
 
-def test_normalized_steps_are_those_of_clipping_up_to_two_and_the_runs_that_correspond_stand_beside(tmp_path):
+def test_normalized_steps_are_those_of_clipping_up_to_two(tmp_path):
     plan = curves_plan("equivalence")
     twin = plan.of(NORMALIZED)[0].recipe
     assert (twin.optimizer, twin.lr, twin.offset) == ("normalized", 7.5, 0.25)
@@ -394,7 +392,7 @@ def test_steps_to_a_loss_counts_to_the_first_running_mean_below_it(tmp_path, eve
     assert math.isnan(steps_to(run, 0.5))
 
 
-def test_names_of_statements_are_links_of_their_own_and_sentences_are_short():
+def test_statements_have_names_of_their_own_and_short_sentences():
     names = [one.name for one in STATEMENTS]
     assert len(set(names)) == len(names)
     assert all(len(one.says.split()) <= 20 for one in STATEMENTS)

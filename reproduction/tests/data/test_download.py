@@ -128,7 +128,7 @@ def test_wrong_file_inside_a_right_archive_names_file_expected_and_found(server,
     assert not (cache / "set" / "b.txt").exists()
 
 
-def test_broken_file_in_the_cache_is_fetched_again_with_a_notice_but_not_offline(server, cache, capsys):
+def test_broken_file_in_the_cache_is_fetched_again_unless_offline(server, cache, capsys):
     get(server)
     (cache / "set" / "a.txt").write_bytes(FILES["a.txt"][:100])
     with pytest.raises(Unreachable, match="not in the cache"):
@@ -206,7 +206,7 @@ def test_processes_that_start_together_fetch_once_and_all_get_whole_files(server
 
 
 @pytest.mark.slow
-def test_killed_in_the_middle_of_a_transfer_the_next_process_starts_cleanly(server, cache):
+def test_after_a_kill_in_a_transfer_the_next_process_starts_cleanly(server, cache):
     server.gate = threading.Event()
     killed, answer = start(server, cache)
     assert server.half_sent.wait(300)

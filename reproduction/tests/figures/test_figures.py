@@ -262,7 +262,7 @@ def test_a_spike_at_the_start_does_not_set_the_axis_of_the_loss():
 
 @settings_of_hypothesis(max_examples=50, deadline=None)
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=9))
-def test_names_at_the_ends_of_lines_keep_their_order_and_stay_below_the_top(heights):
+def test_names_at_the_ends_of_lines_keep_their_order_and_the_top(heights):
     placed = spread_out(sorted(heights), gap=0.07)
     assert max(placed) <= 1.0
     assert all(np.diff(placed) >= 0.06)
@@ -302,7 +302,7 @@ def test_comparison_by_hand(wall):
 
 
 @pytest.mark.slow
-def test_gd_figure_has_norms_losses_and_both_scatters_with_the_papers_lines(wall, tmp_path):
+def test_gd_figure_has_norms_losses_scatters_and_the_papers_lines(wall, tmp_path):
     gd = write_run(tmp_path / "gd", lr=1.0, max_norm=math.inf, scale=2.0)
     axes = lstm_gd([gd], [wall]).axes[:4]
     shown = [title_of(axis).partition("\n")[0] for axis in axes]

@@ -179,7 +179,7 @@ def test_damaged_claims_of_the_package_are_one_line_and_the_rest_is_done(tmp_pat
     assert result.page.exists()
 
 
-def test_a_part_of_the_seeds_decides_nothing_and_the_missing_ones_are_named(kept, tmp_path):
+def test_a_part_of_the_seeds_decides_nothing_and_names_the_rest(kept, tmp_path):
     claims = {claim.name: claim for claim in make_claims(load(kept, tmp_path).results)}
     mine = claims["follows-gradient"]
     assert mine.verdict == NOT_TESTED

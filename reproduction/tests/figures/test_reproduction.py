@@ -105,7 +105,7 @@ def test_figure_8_compares_two_runs_of_the_same_model_at_either_scale(scale):
     assert replace(gd, lr=10.0, max_norm=0.25, probe_every=clipped.probe_every) == clipped
 
 
-def test_at_the_papers_scale_figure_2_is_one_measured_epoch_and_figure_4_is_long():
+def test_at_scale_paper_figure_2_is_one_epoch_and_figure_4_is_long():
     measured = make_plan("paper", ("fig2",)).runs
     assert {(run.recipe.epochs, run.recipe.probe_data, run.recipe.fractions) for run in measured} == {
         (1, 0.1, (0.5,))
@@ -242,7 +242,7 @@ def test_a_run_that_fails_is_named_and_the_rest_is_done(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_reproduction_without_any_network_ends_on_the_stand_ins_and_says_so(tmp_path, monkeypatch, capsys):
+def test_without_any_network_the_stand_ins_are_used_and_named(tmp_path, monkeypatch, capsys):
     """Nothing answers: no host, no registry, no cache, no folder of data."""
     print_notice_once.cache_clear()
     nowhere = "http://127.0.0.1:9"

@@ -57,9 +57,7 @@ def leave_runs(folder, *, seeds=(0, 1)):
 
 
 @pytest.mark.slow
-def test_a_part_of_the_longer_runs_is_kept_judged_and_drawn_again_without_their_folder(
-    script, tmp_path, capsys
-):
+def test_kept_runs_are_judged_and_drawn_again_without_their_folder(script, tmp_path, capsys):
     leave_runs(tmp_path / "out")
     script.main(["--longer", str(tmp_path / "out"), "--commit", "0123456"])
     assert len(list((tmp_path / "kept" / "longer").iterdir())) == 4
@@ -106,7 +104,7 @@ def test_a_page_without_a_place_for_a_part_says_so(script, tmp_path):
         script.fill(tmp_path / "page.md", runs="")
 
 
-def test_every_answer_is_one_sentence_with_three_numbers_at_most_and_no_brackets():
+def test_every_answer_is_one_sentence_with_at_most_three_numbers():
     text = (DOCS / "reproduction.md").read_text(encoding="utf-8")
     tables = text.partition("<!-- claims -->")[2].partition("<!-- /claims -->")[0].replace("\\|", "")
     rows = [line.split(" | ") for line in tables.splitlines() if "[numbers]" in line]

@@ -110,7 +110,7 @@ def test_iterations_keep_the_corrected_bounds(folder):
 
 
 @pytest.mark.slow
-def test_what_a_fixed_step_loses_grows_with_M_as_predicted_over_three_decades():
+def test_what_a_fixed_step_loses_grows_with_M_as_predicted():
     config = SyntheticConfig()
     numbers = growth(config)
     M, (fixed, clipped) = numbers["M"], numbers["iterations"][:2]

@@ -50,7 +50,7 @@ def flipped(whole, share):
         *(lambda whole, share=share: flipped(whole, share) for share in (0.3, 0.5, 0.7)),
     ],
 )
-def test_a_torn_or_damaged_checkpoint_is_refused_in_one_line_and_left_alone(tmp_path, harm):
+def test_a_damaged_checkpoint_is_refused_in_one_line_and_left_alone(tmp_path, harm):
     path = tmp_path / "checkpoint.pt"
     save_checkpoint(path, state_of(model={"weight": torch.randn(4000)}))
     harmed = harm(path.read_bytes())

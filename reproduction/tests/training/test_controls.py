@@ -63,7 +63,7 @@ def test_the_run_is_the_run_without_what_is_measured_beside_it(recipe, tmp_path)
 
 
 @pytest.mark.slow
-def test_the_gradient_norm_without_dropout_is_that_of_the_model_in_evaluation_mode(recipe, tmp_path):
+def test_gradient_norm_without_dropout_is_of_the_evaluation_mode(recipe, tmp_path):
     train(recipe, tmp_path / "run", progress=False)
     row = TrainedRun.load(tmp_path / "run").rows(WITHOUT_DROPOUT)[0]
     task = make_task(recipe)

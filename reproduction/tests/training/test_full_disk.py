@@ -30,9 +30,7 @@ def words(recipe, folder):
     [(1, 0, "metrics.jsonl"), (1, 1, "trace.jsonl"), (2, 0, "metrics.jsonl")],
     ids=["rows", "measurements", "two processes"],
 )
-def test_a_disk_that_fills_up_is_one_line_and_the_run_goes_on_when_there_is_room(
-    tmp_path, devices, probe_every, fills
-):
+def test_a_full_disk_is_one_line_and_the_run_resumes_with_room(tmp_path, devices, probe_every, fills):
     recipe = small_language(tmp_path, steps=240, probe_every=probe_every)
     command = [*words(recipe, tmp_path / "run"), "--devices", str(devices)]
     full = run_command(*command, largest_file=LIMIT)

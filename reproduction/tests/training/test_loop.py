@@ -136,7 +136,7 @@ def test_an_epoch_of_images_shows_whole_batches_in_a_new_order():
 @pytest.mark.parametrize(
     ("share", "sizes"), [(0.5, [32, 8]), (0.1, [10]), (0.8, [32, 32, 6]), (1.0, [32, 32, 16])]
 )
-def test_a_share_of_the_images_is_measured_to_the_last_image_by_any_number_of_processes(share, sizes):
+def test_a_share_of_the_images_is_the_same_on_any_number_of_processes(share, sizes):
     recipe = small_images(batch_size=32)
     alone = make_task(recipe).oracle_batches(share)
     assert [len(y) for _, y in alone] == sizes
@@ -194,7 +194,7 @@ def test_a_folder_of_something_else_is_refused(tmp_path):
     assert (tmp_path / "checkpoint.pt").read_bytes() == b"precious"
 
 
-def test_a_folder_that_another_process_trains_in_is_refused_before_anything_is_written(tmp_path, monkeypatch):
+def test_a_folder_that_another_process_trains_in_is_left_alone(tmp_path, monkeypatch):
     monkeypatch.setattr("curvestep_reproduction.training.run_folder.PATIENCE", 0.2)
     recipe = small_language(tmp_path)
     with locked(tmp_path / "run"), pytest.raises(ValueError, match="Another process is training in"):
@@ -304,7 +304,7 @@ def test_evaluations_come_at_their_steps_whatever_the_steps_of_the_rows(tmp_path
     }
 
 
-def test_a_part_of_the_held_out_data_is_evaluated_on_the_way_and_all_of_it_at_the_end(tmp_path):
+def test_held_out_data_are_evaluated_in_part_and_wholly_at_the_end(tmp_path):
     recipe = small_language(tmp_path, steps=8, eval_every=4, probe_every=0)
     train(recipe, tmp_path / "whole", **quiet)
     train(with_fields(recipe, eval_part=0.25), tmp_path / "part", **quiet)
@@ -318,7 +318,7 @@ def test_a_part_of_the_held_out_data_is_evaluated_on_the_way_and_all_of_it_at_th
     assert part.rows() == whole.rows()
 
 
-def test_mixed_precision_measures_and_evaluates_in_float32_and_resumes_bit_for_bit(tmp_path):
+def test_mixed_precision_measures_in_float32_and_resumes_bit_for_bit(tmp_path):
     recipe = small_images(precision="bf16-mixed", steps=6, eval_every=3, probe_data=0.1)
     train(recipe, tmp_path / "whole", **quiet)
     interrupt_at(3, recipe, tmp_path / "stopped")
@@ -355,7 +355,7 @@ def test_a_run_stopped_by_a_signal_between_two_rows_goes_on_bit_for_bit(tmp_path
     assert_same_rows(tmp_path / "stopped", tmp_path / "whole")
 
 
-def test_a_run_killed_between_its_last_checkpoint_and_its_status_ends_as_it_did(tmp_path):
+def test_a_run_killed_before_its_last_status_ends_as_it_did(tmp_path):
     recipe = small_language(tmp_path, lr=20.0, max_norm=5.0, eval_every=5, steps=30)
     result = train(recipe, tmp_path / "run", **quiet)
     assert rows_of(tmp_path / "run")["test"] == [result.step]

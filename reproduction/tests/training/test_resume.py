@@ -28,7 +28,7 @@ def _train(recipe, folder, kill_after=None, delay=0.0):
 
 
 @pytest.mark.slow
-def test_killed_at_ten_random_moments_a_run_ends_bit_for_bit_like_one_never_killed(tmp_path):
+def test_a_run_killed_ten_times_ends_bit_for_bit_like_one_never_killed(tmp_path):
     recipe = small_language(tmp_path, steps=400, dropout=0.3, momentum=0.5, eval_every=50, probe_every=5)
     train(recipe, tmp_path / "whole", progress=False)
     killed, moments = tmp_path / "killed", random.Random(7)

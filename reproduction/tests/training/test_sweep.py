@@ -135,9 +135,7 @@ def test_a_killed_joblib_worker_loses_nothing(on_joblib, tmp_path):
 @pytest.mark.ray
 @pytest.mark.filterwarnings("ignore::ResourceWarning")  # Ray leaves sockets and pipes to the interpreter
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
-def test_two_ray_workers_give_what_joblib_gives_and_a_killed_one_loses_nothing(
-    on_joblib, tmp_path, monkeypatch
-):
+def test_ray_gives_what_joblib_gives_and_a_killed_worker_loses_nothing(on_joblib, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_worker_niceness", "0")  # by itself Ray's workers give way to all other tests
     recipe = TrainedRun.load(on_joblib.trials[0].folder).recipe
     is_worker = lambda p: "ray::_call" in " ".join(p.cmdline())  # noqa: E731

@@ -272,7 +272,7 @@ def summary(claims: Sequence[Claim]) -> str:
     by_name = {claim.name: claim for claim in claims}
     central = [by_name[name] for name in CENTRAL if name in by_name]
     found = [f"{claim.source}, {claim.verdict}: {claim.sentence}" for claim in central]
-    return " ".join([PAPERS_CLAIM, what_decided(claims), *found])
+    return " ".join([PAPERS_CLAIM, tally(claims), what_decided(claims), *found])
 
 
 def write_claims(
@@ -290,7 +290,7 @@ def write_claims(
     rows = [asdict(claim) for claim in claims]
     about = {
         "title": TITLE,
-        "found": f"{tally(claims)} {summary(claims)}",
+        "found": summary(claims),
         "data": list(data),
         "notes": list(notes),
     }
