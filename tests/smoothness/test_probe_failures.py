@@ -11,7 +11,7 @@ from curvestep.smoothness.oracle import GradientOracle
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.trace.trace import Trace
 from tests.models import classifier
-from tests.smoothness.loops import block_steps, measured_sgd
+from tests.smoothness.loops import block_steps, measured_sgd, recorded_steps, watched_sgd
 
 
 def net():
@@ -131,6 +131,30 @@ def test_closure_that_steps_the_optimizer_is_undone_and_marked():
         optimizer.step()
     for p, e in zip(model.parameters(), expected, strict=True):
         torch.testing.assert_close(p.detach(), e)
+
+
+def test_a_replay_that_moves_the_parameters_at_a_later_row_is_undone():
+    def run(at):
+        model, loss_fn = net()
+        optimizer, probe = watched_sgd(model)
+        for step in range(4):
+            replays = iter([False, step == at, False, False, False, False])
+
+            def moving_loss(replays=replays):
+                loss = loss_fn()
+                if next(replays):
+                    with torch.no_grad():
+                        model[0].weight.add_(1.0)
+                return loss
+
+            recorded_steps(probe, optimizer, moving_loss)
+        return probe, [p.detach().clone() for p in model.parameters()]
+
+    _, plain = run(at=None)
+    with pytest.warns(UserWarning, match="changes parameters in place"):
+        probe, weights = run(at=2)
+    assert all(map(torch.equal, weights, plain))
+    assert probe.trace.ok.tolist() == [True, True, False, True]
 
 
 def test_gradient_that_is_not_finite_does_not_count_as_the_self_test():

@@ -1,5 +1,7 @@
 """The row of one measured step holds what the formulas say."""
 
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -9,8 +11,8 @@ from torch import nn
 import curvestep as cs
 from curvestep.smoothness.estimators import segment_smoothness
 from curvestep.smoothness.probe import SmoothnessProbe
-from tests.models import Mixed, classifier
-from tests.smoothness.loops import block_steps, measured_sgd
+from tests.models import Mixed, classifier, mlp
+from tests.smoothness.loops import block_steps, measured_sgd, recorded_steps, watched_sgd
 
 
 def quadratic(H, x):
@@ -229,3 +231,17 @@ def test_rows_say_how_precise_their_gradients_are():
     assert probe.trace.column("eps").tolist() == [2.0**-52] * 2
     first, second = probe.trace.column("self_test")
     assert 0 < first == second < 1e-12
+
+
+@pytest.mark.parametrize("oracle", [False, True])
+def test_a_measured_step_keeps_no_batch_alive(oracle):
+    model = mlp()
+    fixed = cs.GradientOracle(lambda batch: model(batch).square().mean(), [torch.randn(4, 6)])
+    optimizer, probe = watched_sgd(model, oracle=fixed if oracle else None)
+    x = torch.randn(8, 6)
+    alive = weakref.ref(x)
+    recorded_steps(probe, optimizer, lambda x=x: model(x).square().mean())
+    optimizer.zero_grad()
+    del x
+    assert alive() is None
+    assert probe.trace.ok.all()
