@@ -9,6 +9,7 @@ python examples/muon_adamw.py [steps]
 
 import copy
 import sys
+from collections.abc import Sequence
 
 import torch
 from torch import nn
@@ -19,10 +20,9 @@ import curvestep as cs
 num_steps = int(sys.argv[1]) if len(sys.argv) > 1 else 300
 torch.manual_seed(0)
 width = 64
-model = nn.Sequential(
-    nn.Embedding(64, width), nn.Linear(width, 256), nn.GELU(), nn.Linear(256, width), nn.Linear(width, 64)
-)
-hidden = [model[1].weight, model[3].weight]
+wide, narrow = nn.Linear(width, 256), nn.Linear(256, width)
+model = nn.Sequential(nn.Embedding(64, width), wide, nn.GELU(), narrow, nn.Linear(width, 64))
+hidden = [wide.weight, narrow.weight]
 rest = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
 muon = torch.optim.Muon(hidden, lr=0.02, weight_decay=0.0)
 adamw = torch.optim.AdamW(rest, lr=3e-3)
@@ -46,7 +46,7 @@ def length_of_step(factor: float) -> float:
     return cs.clip_grad_norm_(differences(matrices, before), max_norm=float("inf")).item()
 
 
-def differences(new: list[nn.Parameter], old: list[torch.Tensor]) -> list[torch.Tensor]:
+def differences(new: Sequence[torch.Tensor], old: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """Tensors whose gradient is the difference."""
     found = [torch.zeros_like(matrix, requires_grad=True) for matrix in old]
     for empty, a, b in zip(found, new, old, strict=True):
@@ -54,6 +54,7 @@ def differences(new: list[nn.Parameter], old: list[torch.Tensor]) -> list[torch.
     return found
 
 
+last_loss = float("nan")
 for step in range(num_steps):
     for optimizer in (muon, adamw):
         optimizer.zero_grad()
@@ -68,5 +69,6 @@ for step in range(num_steps):
         print(f"gradient norm of AdamW's parameters {alone:.3f}, of all {together:.3f}")
     for optimizer in (muon, adamw):
         optimizer.step()
+    last_loss = loss.item()
 stats = clip.clip_stats()
-print(f"loss {loss.item():.3f}; AdamW clipped in {stats['clipped_fraction']:.0%} of {stats['steps']} steps")
+print(f"loss {last_loss:.3f}; AdamW clipped in {stats['clipped_fraction']:.0%} of {stats['steps']} steps")

@@ -6,12 +6,13 @@ imported only where an optimizer is at hand.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from enum import StrEnum
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    import torch
     from torch import Tensor
     from torch.optim import Optimizer
 
@@ -88,6 +89,16 @@ def threshold_of(optimizer: object) -> str:
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
     """Everything that an optimizer trains."""
     return [p for group in optimizer.param_groups for p in group["params"]]
+
+
+def register_first_step_pre_hook(
+    optimizer: Optimizer, hook: Callable[..., None]
+) -> torch.utils.hooks.RemovableHandle:
+    """A hook that is called when a step begins, before the hooks that the optimizer has already."""
+    handle = optimizer.register_step_pre_hook(hook)
+    hooks: Any = optimizer._optimizer_step_pre_hooks  # pyright: ignore[reportPrivateUsage] (no public name)
+    hooks.move_to_end(handle.id, last=False)
+    return handle
 
 
 def is_muon_group(optimizer: Any, group: Mapping[str, Any]) -> bool:

@@ -28,5 +28,4 @@ def remember_names(model: nn.Module) -> None:
 
 def name_of(parameter: Tensor, default: str) -> str:
     """The name of a parameter in the last model that had it, else ``default``."""
-    name: str = _NAMES.get(parameter, default)
-    return name
+    return str(_NAMES.get(parameter, default))

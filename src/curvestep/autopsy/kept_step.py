@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -66,7 +67,7 @@ class KeptLoss:
         loss_of_batch: Callable[[object], object],
         kept: KeptBatch,
         device: str,
-        stateful: Sequence[object] = (),
+        stateful: Sequence[dict[str, Any]] = (),
     ) -> None:
         self.scale: Tensor | None = None
         self.stateful = stateful

@@ -28,7 +28,7 @@ from curvestep.autopsy.kept_step import (
 from curvestep.autopsy.rewind import check_unmoved, go_back
 from curvestep.autopsy.surroundings import Surroundings
 from curvestep.checks import check_count
-from curvestep.optimizer_family import check_optimizer, parameters_of
+from curvestep.optimizer_family import check_optimizer, parameters_of, register_first_step_pre_hook
 from curvestep.parameter_names import remember_names
 from curvestep.smoothness.observer import ObservedStep, Pass, trains_any
 from curvestep.smoothness.replay import trainable_parameters
@@ -148,9 +148,10 @@ class Autopsy:
         remember_names(self.model)
         self._optimizer = inner
         self._stateful = stateful
-        before = inner.register_step_pre_hook(self._before_step)
-        inner._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # before `clip` sees the gradient
-        self._hooks = [before, inner.register_step_post_hook(self._after_step)]
+        self._hooks = [
+            register_first_step_pre_hook(inner, self._before_step),  # before `clip` sees the gradient
+            inner.register_step_post_hook(self._after_step),
+        ]
         return self
 
     def record(self, batch: object) -> Tensor:

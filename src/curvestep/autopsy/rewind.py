@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -231,8 +231,12 @@ def _only_clipping(optimizer: Optimizer) -> Iterator[None]:
     """Leave out the optimizer's hooks but those that clip: others saw these steps already."""
     before = optimizer._optimizer_step_pre_hooks
     after = optimizer._optimizer_step_post_hooks
-    optimizer._optimizer_step_pre_hooks = _of_clipping(before)
-    optimizer._optimizer_step_post_hooks = _of_clipping(after)
+    optimizer._optimizer_step_pre_hooks = OrderedDict(
+        (key, hook) for key, hook in before.items() if _is_of_clipping(hook)
+    )
+    optimizer._optimizer_step_post_hooks = OrderedDict(
+        (key, hook) for key, hook in after.items() if _is_of_clipping(hook)
+    )
     try:
         yield
     finally:
@@ -240,6 +244,5 @@ def _only_clipping(optimizer: Optimizer) -> Iterator[None]:
         optimizer._optimizer_step_post_hooks = after
 
 
-def _of_clipping(hooks: Mapping[int, Callable[..., object]]) -> OrderedDict[int, Callable[..., object]]:
-    owners = {key: getattr(hook, "__self__", None) for key, hook in hooks.items()}
-    return OrderedDict((key, hook) for key, hook in hooks.items() if isinstance(owners[key], ClipsItself))
+def _is_of_clipping(hook: object) -> bool:
+    return isinstance(getattr(hook, "__self__", None), ClipsItself)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import copy
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -197,7 +198,7 @@ class ClipCallback(ClipReport, Callback):
     def on_train_batch_end(self, trainer: Trainer, *_: object, **__: object) -> None:
         """Write to the loggers."""
         step = trainer.global_step
-        if step != self._last_step and step % trainer.log_every_n_steps == 0:
+        if step != self._last_step and step % _log_interval(trainer) == 0:
             self._last_step = step
             numbers = self._numbers()
             if numbers:
@@ -387,6 +388,10 @@ def _loss_of(output: STEP_OUTPUT) -> Any:
     if isinstance(output, Mapping):
         return output["loss"]
     return output
+
+
+def _log_interval(trainer: Any) -> int:
+    return trainer.log_every_n_steps or sys.maxsize  # zero: never
 
 
 def _to_loggers(trainer: Trainer, numbers: dict[str, float]) -> None:

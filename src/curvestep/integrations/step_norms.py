@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from curvestep.checks import check_count
-from curvestep.optimizer_family import parameters_of
+from curvestep.optimizer_family import parameters_of, register_first_step_pre_hook
 from curvestep.parameter_names import name_of, remember_names
 from curvestep.smoothness.observer import ClipsItself
 from curvestep.tensors.distributed import is_sharded
@@ -48,9 +48,8 @@ class StepNorms:
         self._clipped = deque[Tensor](maxlen=RECENT_STEPS)
         self._hooks = [optimizer.register_step_post_hook(self._after_step)]
         if looks_in_step:
-            before = optimizer.register_step_pre_hook(self._before_step)
-            optimizer._optimizer_step_pre_hooks.move_to_end(before.id, last=False)  # before that of `clip`
-            self._hooks.append(before)
+            # Before that of `clip`.
+            self._hooks.append(register_first_step_pre_hook(optimizer, self._before_step))
 
     def expect_clipping(self, max_norm: float, norm: Tensor | None = None) -> None:
         """Take note that the framework clips, as torch's ``clip_grad_norm_`` does; ``norm`` is before it."""

@@ -182,7 +182,7 @@ class ClipCallback(ClipReport, TrainerCallback):
         own = vars(trainer.accelerator)
         clip = trainer.accelerator.clip_grad_norm_
 
-        def listening(parameters: Any, max_norm: float, norm_type: float = 2) -> Any:
+        def listening(parameters: Any, max_norm: float, norm_type: int = 2) -> Any:
             norm = clip(parameters, max_norm, norm_type)
             if norm_type == 2 and max_norm < math.inf and isinstance(norm, Tensor):
                 self._watched[0].expect_clipping(max_norm, whole(norm).detach())

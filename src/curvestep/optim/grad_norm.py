@@ -190,7 +190,8 @@ def _limits_over(mesh: Any, values: Sequence[float]) -> tuple[list[float], list[
     both = [*values, *(-value for value in values)]
     numbers = torch.tensor(both, dtype=widest_dtype(torch.device(mesh.device_type)), device=mesh.device_type)
     parts = [Partial("max")] * mesh.ndim
-    largest: list[float] = DTensor.from_local(numbers, mesh, parts, run_check=False).full_tensor().tolist()
+    reduced = DTensor.from_local(numbers, mesh, parts, run_check=False).full_tensor()
+    largest = [number.item() for number in reduced]
     return [-value for value in largest[len(values) :]], largest[: len(values)]
 
 
