@@ -2,6 +2,7 @@
 
 import math
 import re
+import tracemalloc
 from itertools import pairwise
 
 import numpy as np
@@ -238,6 +239,17 @@ def test_shuffles_in_pieces_add_up_to_all_of_them(at_once, monkeypatch):
     whole = within_steps(**rows)
     monkeypatch.setattr(within, "ROWS_AT_ONCE", at_once)
     assert within_steps(**rows).zero == pytest.approx(whole.zero, rel=1e-12)
+
+
+def test_memory_of_a_row_does_not_grow_with_the_shuffles():
+    peaks = []
+    for num in (5_000, 15_000):
+        rows = drifting(np.random.default_rng(0), rows=num)
+        tracemalloc.start()
+        within_steps(**rows)
+        peaks.append(tracemalloc.get_traced_memory()[1])
+        tracemalloc.stop()
+    assert (peaks[1] - peaks[0]) / 10_000 < 2_000  # 25,000 bytes if all of them are taken at once
 
 
 def test_stretch_ends_before_the_overshoot():

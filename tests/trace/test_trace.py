@@ -200,6 +200,16 @@ def test_row_between_others_is_new_but_a_second_one_is_not():
     assert len(trace) == 5
 
 
+@pytest.mark.parametrize("num", [63, 64, 65, 200])
+def test_rows_come_back_by_place_and_in_order_from_every_block(num):
+    trace = filled(steps=range(num))
+    assert [row["step"] for row in trace] == list(range(num))
+    assert [trace[place]["step"] for place in (0, num // 2, num - 1, -1)] == [0, num // 2, num - 1, num - 1]
+    for row in trace:  # rows that come meanwhile are not in the loop
+        trace.append({"step": num + row["step"]})
+    assert len(trace) == 2 * num
+
+
 def test_full_disk_keeps_the_row_and_writes_it_later(path):
     trace = filled(path)
     size = path.stat().st_size

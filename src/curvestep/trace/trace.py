@@ -16,6 +16,7 @@ from array import array
 from collections.abc import Iterator, Mapping
 from functools import cache
 from importlib import metadata
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -163,7 +164,7 @@ class Trace:
         return {**_MISSING, **self._rows[index % len(self)]}
 
     def __iter__(self) -> Iterator[Row]:
-        for row in self._rows:
+        for row in islice(self._rows, len(self)):  # not those that come meanwhile
             yield {**_MISSING, **row}
 
     def __repr__(self) -> str:
