@@ -533,3 +533,28 @@ def test_rows_without_weights_are_refused_for_sparse_gradients():
     table(torch.tensor([1, 1])).sum().backward()
     with pytest.raises(ValueError, match="takes no sparse gradients"):
         opt.step()
+
+
+def test_zscore_takes_norms_whose_square_overflows_and_clips_again_after_them():
+    p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
+    opt = ClippedSGD([p], lr=1e-200, max_norm=zscore(2.0, decay=0.01, warmup=3), nonfinite="skip")
+    coefficients = []
+    for norm in (1.0, 1e160, 2.0, 1e300, *[1.0 + 0.1 * (k % 3) for k in range(300)], 50.0):
+        p.grad = torch.full((1,), norm, dtype=torch.float64)
+        opt.step()
+        coefficients.append(opt.clip_stats()["coefficient"])
+    assert opt.clip_stats()["skipped"] == 0
+    assert coefficients[-1] < 0.1
+
+
+def test_rows_of_empty_tensors_count_as_one_unit_on_every_path():
+    def clipped_fraction(**options):
+        torch.manual_seed(0)
+        params = [nn.Parameter(torch.randn(shape)) for shape in ((4, 3), (2, 0), (0, 5), (3,))]
+        opt = ClippedSGD(params, lr=0.1, max_norm=weight_ratio(0.05), **options)
+        for p in params:
+            p.grad = torch.ones_like(p)
+        opt.step()
+        return opt.clip_stats()["clipped_fraction"]
+
+    assert [clipped_fraction(foreach=foreach) for foreach in (None, True, False)] == [5 / 7] * 3

@@ -96,7 +96,7 @@ class ClipRule:
 def from_plain(plain: Plain, known: object = None) -> ClipRule:
     """The rule that :meth:`ClipRule.as_plain` described: one of this module, or made as ``known`` was."""
     parameters = dict(plain)
-    name = parameters.pop("rule")
+    name = parameters.pop("rule", None)
     makers: dict[str, Callable[..., ClipRule]] = {make.__name__: make for make in RULES}
     if isinstance(known, ClipRule):
         makers[known.name] = known.make
@@ -105,7 +105,10 @@ def from_plain(plain: Plain, known: object = None) -> ClipRule:
             f"The checkpoint clips by the rule `{name}`, which is not one of curvestep. Give it to the "
             "optimizer before you load."
         )
-    return makers[name](**parameters)
+    try:
+        return makers[name](**parameters)
+    except TypeError as error:
+        raise ValueError(f"The checkpoint is damaged: no rule is `{dict(plain)}` ({error}).") from None
 
 
 def percentile(p: float = 10.0, *, window: int = 1000) -> ClipRule:
@@ -281,7 +284,8 @@ class Window:
         """The p-th percentile, interpolated as ``numpy.percentile`` does."""
         position = (len(self._ordered) - 1) * p / 100
         below = int(position)
-        low, high = self._ordered[below], self._ordered[min(below + 1, len(self._ordered) - 1)]
+        low = self._ordered[below]
+        high = self._ordered[min(below + 1, len(self._ordered) - 1)]
         return low + (high - low) * (position - below)
 
 

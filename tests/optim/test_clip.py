@@ -1,7 +1,9 @@
 """Clipping inside any optimizer's step: what `clip_grad_norm_` before it gives, and what it does not."""
 
 import copy
+import gc
 import math
+import weakref
 from typing import Any
 
 import pytest
@@ -634,3 +636,66 @@ def test_muon_alone_is_counted_and_not_clipped():
     assert torch.equal(before, matrices[0].grad)
     assert muon.clip_stats()["grad_norm"] == pytest.approx(before.norm().item())
     assert muon.clip_stats()["clipped_fraction"] == 0
+
+
+def test_a_gradient_computed_after_a_step_that_raised_is_kept():
+    def stop(*_):
+        raise KeyboardInterrupt
+
+    w = nn.Parameter(torch.ones(2))
+    opt = clipped_sgd([w], 1.0, nonfinite="skip")
+    later = opt.register_step_pre_hook(stop)
+    for _ in range(2):
+        w.grad = torch.full((2,), math.nan)
+        with pytest.raises(KeyboardInterrupt):
+            opt.step()
+    later.remove()
+    opt.step()  # the same gradient again, which is left out again
+    assert torch.equal(w.detach(), torch.ones(2))
+    assert w.grad.isnan().all()
+    assert opt.clip_stats()["skipped"] == 3
+    opt.register_step_pre_hook(stop)
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    w.grad = torch.tensor([0.0, 0.5])
+    with pytest.raises(KeyboardInterrupt):
+        opt.step()
+    assert torch.equal(w.grad, torch.tensor([0.0, 0.5]))
+
+
+@pytest.mark.parametrize("make", [clipped_sgd, lambda p, bound: cs.ClippedAdamW(p, 0.1, bound)])
+def test_state_of_parameters_that_are_gone_is_freed(make):
+    kept, gone = parameters((3,), (4,))
+    opt = make([kept, gone], 1.0)
+    opt.param_groups[0].setdefault("momentum", 0.0)
+    for p in (kept, gone):
+        p.grad = torch.ones_like(p)
+    opt.step()
+    references = [weakref.ref(gone), *[weakref.ref(t) for t in opt.state.pop(gone, {}).values()]]
+    opt.param_groups[0]["params"] = [kept]
+    del gone, p
+    opt.step()
+    gc.collect()
+    assert [reference() for reference in references] == [None] * len(references)
+
+
+DAMAGE = {
+    "counters are text": ("clip_stats", "text"),
+    "a counter is text": ("clip_stats", {"steps": "seven"}),
+    "norms are a number": ("clip_stats", {"norms": 2.0}),
+    "rules are a list": ("clip_rules", [1, 2]),
+    "a memory is a number": ("clip_rules", {"0.0": 3}),
+    "a rule has another parameter": ("max_norm", {"rule": "zscore", "sigma": 3.0}),
+    "a rule has no name": ("max_norm", {"z": 3.0}),
+}
+
+
+@pytest.mark.parametrize("name", DAMAGE)
+@pytest.mark.parametrize("make", [clipped_sgd, lambda p, bound: cs.ClippedSGD(p, 0.1, bound)])
+def test_a_damaged_checkpoint_gets_one_line(make, name):
+    entry, value = DAMAGE[name]
+    opt = make(parameters((3,)), cs.clip_rules.zscore())
+    saved = opt.state_dict()
+    saved["param_groups"][0][entry] = value
+    with pytest.raises(ValueError, match=r"^[^\n]*checkpoint[^\n]*$"):
+        opt.load_state_dict(saved)

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip
 from curvestep.clip_rules import ema, percentile, weight_ratio, zscore
 from curvestep.tensors.vectors import global_norm
 from tests.models import mlp
@@ -133,15 +133,23 @@ def zero_redundancy(rank):
     from torch.distributed.optim import ZeroRedundancyOptimizer
 
     net, _ = problem()
-    try:
-        ZeroRedundancyOptimizer(net.parameters(), optimizer_class=ClippedSGD, lr=0.1, max_norm=1.0)
-    except RuntimeError as error:
-        return str(error)
+    messages = []
+    for attempt in (
+        lambda: ZeroRedundancyOptimizer(net.parameters(), optimizer_class=ClippedSGD, lr=0.1, max_norm=1.0),
+        lambda: clip(ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1).optim, 1.0),
+        lambda: clip(ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1), 1.0),
+    ):
+        try:
+            attempt()
+        except RuntimeError as error:
+            messages.append(str(error))
+    return messages
 
 
 def test_an_optimizer_of_a_part_of_the_gradients_is_refused(on_two):
-    for message in on_two["zero"]:
-        assert "ZeroRedundancyOptimizer gives each rank a part of the gradients" in message
+    for makes, clips in on_two["zero"]:
+        assert "ZeroRedundancyOptimizer gives each rank a part of the gradients" in makes
+        assert "Give `clip` the ZeroRedundancyOptimizer itself" in clips
 
 
 def everything(rank):

@@ -21,7 +21,7 @@ from curvestep.optim.clip_step import ClipStep, Policy, StepRecord
 from curvestep.optim.update import ClipGroup, FloatOrTensor, Settings, clip_groups
 from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
-from curvestep.tensors.distributed import local
+from curvestep.tensors.distributed import belongs_to_zero_redundancy_optimizer, local
 
 if TYPE_CHECKING:
     from curvestep.optim.stats import ClipStats, Spike
@@ -94,6 +94,11 @@ class Clipping:
             raise ValueError(
                 f"`optimizer`, a {type(inner).__name__}, clips already. Set `max_norm` of its groups, or "
                 "`remove()` the first `clip`."
+            )
+        if belongs_to_zero_redundancy_optimizer(inner):
+            raise RuntimeError(
+                "`optimizer` has one rank's part of the gradients, and would clip by the norm of that part. "
+                "Give `clip` the ZeroRedundancyOptimizer itself."
             )
         if isinstance(max_norm, ClipRule):
             policy.check_rule(max_norm)
@@ -168,8 +173,10 @@ class Clipping:
         return clipped_closure
 
     def _after(self, *_: object) -> None:
-        for p, grad in self._hidden:
-            p.grad = grad
+        """Give the hidden gradients back, unless others were computed since: after a step that raised."""
+        if all(p.grad is None for p, _ in self._hidden):
+            for p, grad in self._hidden:
+                p.grad = grad
         self._hidden = []
 
     @torch.no_grad()

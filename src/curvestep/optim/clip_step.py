@@ -103,9 +103,18 @@ class Counters:
     spikes: list[Spike] = field(default_factory=list["Spike"])
 
     @classmethod
-    def of(cls, saved: Mapping[str, Any]) -> Counters:
+    def of(cls, saved: Any) -> Counters:
         """The counters that a checkpoint has; one of an older version lacks some."""
-        return cls(**{f.name: saved[f.name] for f in fields(cls) if f.name in saved})
+        if not isinstance(saved, Mapping):
+            raise _damaged(COUNTERS, saved)
+        counters = cls()
+        for f in fields(cls):
+            value = saved.get(f.name, getattr(counters, f.name))
+            is_wrong = isinstance(value, list) != isinstance(getattr(counters, f.name), list)
+            if is_wrong or not isinstance(value, (float, int, list)):
+                raise _damaged(f"{COUNTERS}.{f.name}", value)
+            setattr(counters, f.name, value)
+        return counters
 
     def count(self, norm: float, coefficient: float, share: float) -> None:
         """Count a step, with its smallest coefficient and the share of clip groups that were clipped."""
@@ -155,7 +164,9 @@ def _mean_and_deviations(values: list[float], sigmas: float) -> float:
     if len(values) < FEWEST_NORMS:
         return math.inf
     mean = sum(values) / len(values)
-    return mean + sigmas * math.sqrt(sum([(value - mean) ** 2 for value in values]) / len(values))
+    deviations = [value - mean for value in values]
+    # Products: the power of a float raises where it overflows.
+    return mean + sigmas * math.sqrt(sum([d * d for d in deviations]) / len(values))
 
 
 class StepRecord:
@@ -216,13 +227,29 @@ class StepRecord:
         """Take them out of a checkpoint, which may have none; ``known`` is the optimizer's own threshold."""
         self.counters = Counters.of(param_groups[0].pop(COUNTERS, None) or {})
         self._on_device = None
-        self._saved_rules = param_groups[0].pop(MEMORIES, None) or {}
+        self._saved_rules = _checked_memories(param_groups[0].pop(MEMORIES, None) or {})
         self._rules = None
         for settings in param_groups:
             if isinstance(settings.get("max_norm"), Mapping):
                 from curvestep.clip_rules import from_plain
 
                 settings["max_norm"] = from_plain(settings["max_norm"], known)
+
+
+def _checked_memories(saved: Any) -> dict[str, Saved]:
+    """What rules remembered, if a checkpoint has it as they wrote it."""
+    if not isinstance(saved, Mapping):
+        raise _damaged(MEMORIES, saved)
+    for memory in saved.values():
+        if not isinstance(memory, Mapping) or not {"rule", "state", "norms"} <= memory.keys():
+            raise _damaged(MEMORIES, memory)
+    return dict(saved)
+
+
+def _damaged(name: str, value: object) -> ValueError:
+    return ValueError(
+        f"The checkpoint is damaged: its `{name}` cannot be {value!r}. Load another, or remove the entry."
+    )
 
 
 class ClipStep:

@@ -1,6 +1,6 @@
 """Thresholds that rules give: one for a norm, or one for each tensor or each unit of it.
 
-Where a rule clips units, our kernel measures and clips them while it walks the gradients. Elsewhere the scaled
+Where a rule clips units, our kernel measures and clips them while it walks the gradients. Elsewhere scaled
 gradients are a copy while the step lasts. The numbers are arrays on the host; those of a device are read.
 """
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false

@@ -9,11 +9,12 @@ Which tensors go together and which path they take is decided here, once for eac
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, MutableMapping
+from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, dataclass, field, fields, replace
 from functools import partial
 from itertools import chain
+from operator import is_
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeAlias, TypeVar
 
 import torch
@@ -73,15 +74,14 @@ class ClipGroup:
 
 def clip_groups(settings: Settings, number: int, norm_scope: str, make: Callable[..., Group]) -> list[Group]:
     """The parameters of a group that have a gradient, together or each for itself."""
-    params: list[Tensor] = []
-    grads: list[Tensor] = []
-    indices: list[int] = []
-    for i, p in enumerate(settings["params"]):
-        grad = p.grad
-        if grad is not None:
-            params.append(p)
-            grads.append(grad)
-            indices.append(i)
+    params: list[Tensor] = settings["params"]
+    grads: list[Any] = [p.grad for p in params]
+    indices: Sequence[int] = range(len(params))
+    # By type and by map: of thousands of tensors a loop takes a tenth of the step.
+    if type(None) in set(map(type, grads)):
+        indices = [i for i in indices if grads[i] is not None]
+        params = [params[i] for i in indices]
+        grads = [grads[i] for i in indices]
     rule = clip_rule_of(settings)
     if norm_scope == "tensor":
         each = zip(params, grads, indices, strict=True)
@@ -221,8 +221,8 @@ def _find_state(group: UpdateGroup, state: State) -> None:
     params = group.params
     if not names:
         return
-    # The same tensors in the same order have no hash to compute.
-    if len(state) == len(params) and all([p is q for p, q in zip(state, params, strict=True)]):
+    # The same tensors in the same order have no hash to compute. By map, as in `clip_groups`.
+    if len(state) == len(params) and all(map(is_, state, params)):
         states = list(state.values())
     else:
         states = [state.get(p, {}) for p in params]

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
+import gc
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from traceback import walk_stack
 from typing import Any, TypeGuard
 
@@ -66,9 +67,27 @@ def local(tensor: Tensor) -> Tensor:
 def in_zero_redundancy_optimizer() -> bool:
     """Whether a ZeroRedundancyOptimizer makes the caller, for this rank's part of the parameters."""
     module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    kind = getattr(module, "ZeroRedundancyOptimizer", ())
-    callers: Iterator[object] = (frame.f_locals.get("self") for frame, _ in walk_stack(None))
-    return any(isinstance(caller, kind) and getattr(caller, "world_size", 1) > 1 for caller in callers)
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)
+    if module is None or kind is None:
+        return False
+    for frame, _ in walk_stack(None):
+        # Of its own frames alone: to ask a frame for its variables keeps them alive as long as it runs.
+        if frame.f_code.co_filename == module.__file__:
+            caller = frame.f_locals.get("self")
+            if isinstance(caller, kind) and getattr(caller, "world_size", 1) > 1:
+                return True
+    return False
+
+
+def belongs_to_zero_redundancy_optimizer(optimizer: object) -> bool:
+    """Whether a ZeroRedundancyOptimizer of several ranks steps this one, for this rank's part."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)
+    if kind is None or not (dist.is_available() and dist.is_initialized()):
+        return False
+    # It leaves no mark on the optimizer inside it, so it is looked for among all objects.
+    owners = [owner for owner in gc.get_objects() if isinstance(owner, kind)]
+    return any(getattr(o, "optim", None) is optimizer and getattr(o, "world_size", 1) > 1 for o in owners)
 
 
 def communicates(model: nn.Module) -> bool:
