@@ -44,12 +44,13 @@ from curvestep_reproduction.archives import (
 )
 from curvestep_reproduction.claims.claims import (
     PAPER,
+    PAPERS_CLAIM,
     Claim,
     Spread,
+    central_findings,
     claims_tables,
     decided,
     numbers_behind,
-    summary,
     table,
     tally,
     what_decided,
@@ -257,7 +258,7 @@ def claims_parts(
     return {
         "reproduction.md": {
             "found": tally(claims),
-            "summary": summary(claims),
+            "summary": " ".join([PAPERS_CLAIM, *central_findings(claims)]),
             "claims": claims_tables(claims, link=NUMBERS),
         },
         "report.md": {

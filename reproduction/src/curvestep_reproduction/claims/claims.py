@@ -267,12 +267,17 @@ def what_decided(claims: Sequence[Claim]) -> str:
     return f"What decides them: {', '.join(parts)}."
 
 
-def summary(claims: Sequence[Claim]) -> str:
-    """What the paper claims, and what of it which runs decide: for the first screen of a page."""
+def central_findings(claims: Sequence[Claim]) -> list[str]:
+    """Which runs decide, and what they show of the claims that carry the paper, a sentence each."""
     by_name = {claim.name: claim for claim in claims}
     central = [by_name[name] for name in CENTRAL if name in by_name]
-    found = [f"{claim.source}, {claim.verdict}: {claim.sentence}" for claim in central]
-    return " ".join([PAPERS_CLAIM, tally(claims), what_decided(claims), *found])
+    findings = [f"{claim.source}, {claim.verdict}: {claim.sentence}" for claim in central]
+    return [what_decided(claims), *findings]
+
+
+def summary(claims: Sequence[Claim]) -> str:
+    """What the paper claims, and what was found at which size: for the first screen of a page."""
+    return " ".join([PAPERS_CLAIM, tally(claims), *central_findings(claims)])
 
 
 def write_claims(
