@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -30,8 +29,8 @@ NORMAL_SPREAD = 1.05  # standard deviation over the median distance of neighbour
 
 
 @dataclass(frozen=True, kw_only=True)
-class Outcome:
-    """How a run went; NaN where a fact is not known."""
+class SettingFacts:
+    """What a run was set to."""
 
     family: Family  # how its optimizer steps
     lr: float  # the largest, of a schedule the peak that was set
@@ -42,17 +41,29 @@ class Outcome:
     floor: float  # gradient norm below which clipping keeps noisy steps from getting, at worst
     in_eval_mode: bool
     idle_peak: float = math.nan  # the schedule's, where lr stayed at less than half of it and never changed
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossFacts:
+    """How its loss went."""
+
     num_losses: int  # rows with a finite loss
     first_loss: float  # of the first row
     last_loss: float  # mean of the last tenth, five rows if the later half has them
     highest_loss: float  # also after the last step; inf if one was not finite
     rise: float  # of the last loss above the first, in units of the first
     end_rise: float  # likewise of the last row's batch after its step, for which a run may have been ended
-    peak_rise: float  # likewise of the highest
+    peak_rise: float  # likewise of the highest of the rows
     stood_still: bool  # no fall that noise does not explain, though steps lowered their own batches enough
     noise: float  # standard deviation of a row's loss about its neighbours, were it normal
     nonfinite_at: int | None  # first measured step, counted from one, whose loss or gradient is not finite
     finite_until: int  # last measured step before it; 0 if there is none
+
+
+@dataclass(frozen=True, kw_only=True)
+class StepFacts:
+    """What its steps did."""
+
     num_rows: int  # measured
     failure: str  # why the first measurement failed that did; empty if none did
     kappa: float  # change of the gradient over a step over its norm, median of late steps near the peak lr
@@ -61,13 +72,18 @@ class Outcome:
     start_factor: float  # largest working step at the start over the step that the peak lr takes there
 
 
+@dataclass(frozen=True, kw_only=True)
+class Outcome(SettingFacts, LossFacts, StepFacts):
+    """How a run went; NaN where a fact is not known."""
+
+
 def outcome_of(trace: Trace) -> Outcome:
     """How the run with these rows went."""
     with np.errstate(all="ignore"):  # a diverged run's numbers overflow
-        return Outcome(**_setting(trace), **_loss_curve(trace), **_steps(trace))
+        return Outcome(**vars(_setting(trace)), **vars(_loss_curve(trace)), **vars(_steps(trace)))
 
 
-def _setting(trace: Trace) -> dict[str, Any]:
+def _setting(trace: Trace) -> SettingFacts:
     header = trace.header
     rates = trace.column("lr")
     lr = lr_of_run(header, rates)
@@ -81,17 +97,17 @@ def _setting(trace: Trace) -> dict[str, Any]:
         max_norm = header_number(header, "max_norm", missing=older)
     elif clipped > 0:
         floor = _floor_of_clipping(typical(trace.column("noise")), max_norm)
-    return {
-        "family": optimizer_family(trace),
-        "lr": lr,
-        "scheduled": finite_min(rates) < 0.9 * lr,
-        "max_norm": max_norm,
-        "threshold": threshold,
-        "clipped": clipped,
-        "floor": floor,
-        "in_eval_mode": header.get("training_mode") is False,
-        "idle_peak": _idle_peak(trace),
-    }
+    return SettingFacts(
+        family=optimizer_family(trace),
+        lr=lr,
+        scheduled=finite_min(rates) < 0.9 * lr,
+        max_norm=max_norm,
+        threshold=threshold,
+        clipped=clipped,
+        floor=floor,
+        in_eval_mode=header.get("training_mode") is False,
+        idle_peak=_idle_peak(trace),
+    )
 
 
 def _idle_peak(trace: Trace) -> float:
@@ -112,7 +128,7 @@ def _floor_of_clipping(noise: float, max_norm: float) -> float:
     return clipping_floor(noise, max_norm)
 
 
-def _loss_curve(trace: Trace) -> dict[str, Any]:
+def _loss_curve(trace: Trace) -> LossFacts:
     step = trace.column("step")
     loss = trace.column("loss")
     known = np.flatnonzero(np.isfinite(loss))
@@ -129,19 +145,19 @@ def _loss_curve(trace: Trace) -> dict[str, Any]:
     clear = 2 * noise * math.sqrt(1 / max(1, len(start)) + 1 / max(1, len(end)))
     fell = finite_mean(start) - last > clear
     sound = step[: np.min(nonfinite, initial=len(loss))]
-    return {
-        "num_losses": len(known),
-        "first_loss": first,
-        "last_loss": last,
-        "highest_loss": _highest_met(highest, after, loss[nonfinite]),
-        "rise": (last - first) / scale,
-        "end_rise": (finite_mean(after) - first) / scale,
-        "peak_rise": (highest - first) / scale,
-        "stood_still": _promised_fall(trace) > clear and not fell,
-        "noise": noise,
-        "nonfinite_at": int(step[nonfinite[0]]) + 1 if len(nonfinite) else None,
-        "finite_until": int(np.max(sound, initial=-1)) + 1,
-    }
+    return LossFacts(
+        num_losses=len(known),
+        first_loss=first,
+        last_loss=last,
+        highest_loss=_highest_met(highest, after, loss[nonfinite]),
+        rise=(last - first) / scale,
+        end_rise=(finite_mean(after) - first) / scale,
+        peak_rise=(highest - first) / scale,
+        stood_still=_promised_fall(trace) > clear and not fell,
+        noise=noise,
+        nonfinite_at=int(step[nonfinite[0]]) + 1 if len(nonfinite) else None,
+        finite_until=int(np.max(sound, initial=-1)) + 1,
+    )
 
 
 def _highest_met(highest: float, after: np.ndarray, nonfinite: np.ndarray) -> float:
@@ -167,7 +183,7 @@ def _promised_fall(trace: Trace) -> float:
     return num_steps * finite_mean((trace.column("loss") - trace.column("loss_after"))[trace.ok])
 
 
-def _steps(trace: Trace) -> dict[str, Any]:
+def _steps(trace: Trace) -> StepFacts:
     length = trace.column("step_norm")
     norm = trace.column("grad_norm")
     kappa = trace.column("kappa")
@@ -186,14 +202,14 @@ def _steps(trace: Trace) -> dict[str, Any]:
     # Without training's own loss the row holds that after the step, twice: then the trapezoidal rule.
     if not np.nanmax(np.abs(fall[late]), initial=0.0) > 0:
         fall = promise - trace.column("curvature") * length**2 / 2
-    return {
-        "num_rows": int(measured.sum()),
-        "failure": next(iter(trace.column("status")[trace.failed]), "").removeprefix(FAILED),
-        "kappa": typical(kappa[late]),
-        "agreement": typical(cosine[late]),
-        "efficiency": typical(fall[late]) / typical(promise[late]),
-        "start_factor": _start_factor(trace, kappa, fall / promise, share),
-    }
+    return StepFacts(
+        num_rows=int(measured.sum()),
+        failure=next(iter(trace.column("status")[trace.failed]), "").removeprefix(FAILED),
+        kappa=typical(kappa[late]),
+        agreement=typical(cosine[late]),
+        efficiency=typical(fall[late]) / typical(promise[late]),
+        start_factor=_start_factor(trace, kappa, fall / promise, share),
+    )
 
 
 def _start_factor(trace: Trace, kappa: np.ndarray, efficiency: np.ndarray, share: np.ndarray) -> float:
