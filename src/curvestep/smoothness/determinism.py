@@ -16,7 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode, _get_current_function_mode
 from torch.utils.hooks import RemovableHandle
 
-from curvestep.smoothness.observer import Mark, ObservedStep, alike, fingerprint
+from curvestep.smoothness.observer import Mark, ObservedStep, fingerprint, have_same_values
 from curvestep.smoothness.replay import Gradients, Replay, relative_gap, share_turned
 from curvestep.smoothness.snapshot import restore_on_exit
 from curvestep.tensors.distributed import any_rank
@@ -96,8 +96,8 @@ def _why_not_itself(replay: Replay, error: float, tolerance: float) -> str:
     calls, loss = _recorded(replay)
     again, other = _recorded(replay)
     pairs = zip(calls, again, strict=False)
-    changed = [(one, two) for one, two in pairs if not alike(one.outputs, two.outputs, tolerance)]
-    itself = [one for one, two in changed if alike(one.inputs, two.inputs, tolerance)]
+    changed = [(one, two) for one, two in pairs if not have_same_values(one.outputs, two.outputs, tolerance)]
+    itself = [one for one, two in changed if have_same_values(one.inputs, two.inputs, tolerance)]
     drawn = [one.module for one, _ in changed if one not in itself]
     if changed:
         return what + _why_outputs_differ(itself, inputs_differ=replay.model in drawn)
@@ -162,7 +162,7 @@ def _why_not_training(
             "run the same micro-batches as training: BatchNorm statistics, too, then come from the same "
             "batches. Call the model under `torch.no_grad()` for anything but training."
         )
-    if not all(alike(a, b, tolerance) for a, b in zip(there, here, strict=True)):
+    if not all(have_same_values(a, b, tolerance) for a, b in zip(there, here, strict=True)):
         return what + (
             "the model's input is not that of training. The closure uses another batch, or draws random "
             "numbers before it calls the model. Then call `probe.snapshot()` before you compute the loss."

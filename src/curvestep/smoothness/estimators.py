@@ -16,7 +16,6 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from operator import itemgetter
 from typing import Any, TypeVar
 
 import numpy as np
@@ -304,53 +303,68 @@ def shaped_like(point: Point, tensors: Sequence[Any]) -> Any:
 def _largest_eigenvalue(
     product: Callable[[np.ndarray], np.ndarray], size: int, *, tol: float, max_products: int
 ) -> SpectralSmoothness:
-    longest = (-1.0, np.zeros(size), np.zeros(size))  # of all products: its length, vector and image
-    count = 0
-
-    def counted(v: np.ndarray) -> np.ndarray:
-        nonlocal longest, count
-        if count >= max_products:
-            raise _Stopped
-        count += 1
-        v = v.ravel() / np.linalg.norm(v)
-        image = product(v)
-        if not np.isfinite(image).all():
-            longest = (np.inf, v, np.full(size, np.nan))
-            raise _Stopped
-        longest = max(longest, (float(np.linalg.norm(image)), v, image), key=itemgetter(0))
-        return image
-
-    found = False
+    products = _Products(product, size, most=max_products)
+    is_found = False
     with suppress(_Stopped, ArpackError):
         if size < 3:  # too small for ARPACK: the whole matrix
-            matrix = np.stack([counted(v) for v in np.eye(size)])
+            matrix = np.stack([products(v) for v in np.eye(size)])
             values, vectors = np.linalg.eigh((matrix + matrix.T) / 2)
             v = vectors[:, np.argmax(np.abs(values))]
-            longest = (np.inf, v, matrix @ v)
-            found = True
+            image = matrix @ v
+            is_found = True
         else:
             start = np.random.default_rng(0).standard_normal(size)
             # eigsh hands over unit vectors, but only nearly: the operator is linear in them.
             make: Any = LinearOperator  # whose stubs know subclasses only
-            operator = make((size, size), matvec=lambda v: counted(v) * np.linalg.norm(v), dtype=np.float64)
+            operator = make((size, size), matvec=lambda v: products(v) * np.linalg.norm(v), dtype=np.float64)
             _, vectors = eigsh(operator, k=1, which="LM", v0=start, tol=tol)  # pyright: ignore[reportArgumentType] (scipy-stubs: int)
             v = vectors[:, 0]
-            image = counted(v)
-            seen = longest[0]
-            found = bool(abs(v @ image) >= (1 - tol) * seen)
-            if found:
-                longest = (seen, v, image)
-    _, v, image = longest
+            image = products(v)
+            is_found = bool(abs(v @ image) >= (1 - tol) * products.length)
+    if not is_found:
+        v = products.vector
+        image = products.image
     eigenvalue = float(v @ image)
-    value = abs(eigenvalue) if found else float(np.linalg.norm(image))
+    value = abs(eigenvalue) if is_found else float(np.linalg.norm(image))
     residual = float(np.linalg.norm(image - eigenvalue * v)) / (value or 1.0)
     return SpectralSmoothness(
         value=value,
         eigenvalue=eigenvalue,
         residual=residual,
-        converged=found and residual <= 10 * tol,
-        num_products=count,
+        converged=is_found and residual <= 10 * tol,
+        num_products=products.count,
     )
+
+
+class _Products:
+    """Products of the Hessian with unit vectors: their number, and the longest of them."""
+
+    def __init__(self, product: Callable[[np.ndarray], np.ndarray], size: int, *, most: int) -> None:
+        self._product = product
+        self._most = most
+        self.count = 0
+        self.length = -1.0
+        self.vector = np.zeros(size)
+        self.image = np.zeros(size)
+
+    def __call__(self, v: np.ndarray) -> np.ndarray:
+        """The product with v/‖v‖; stops where no more may be taken, or one is not finite."""
+        if self.count >= self._most:
+            raise _Stopped
+        self.count += 1
+        v = v.ravel() / np.linalg.norm(v)
+        image = self._product(v)
+        if not np.isfinite(image).all():
+            self.length = math.inf
+            self.vector = v
+            self.image = np.full(len(v), np.nan)
+            raise _Stopped
+        length = float(np.linalg.norm(image))
+        if length > self.length:
+            self.length = length
+            self.vector = v
+            self.image = image
+        return image
 
 
 class _Stopped(Exception):

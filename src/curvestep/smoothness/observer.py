@@ -266,7 +266,7 @@ def fingerprint(value: object) -> list[Mark]:
     return marks
 
 
-def alike(one: Sequence[Mark], two: Sequence[Mark], tolerance: float) -> bool:
+def have_same_values(one: Sequence[Mark], two: Sequence[Mark], tolerance: float) -> bool:
     """Whether two fingerprints are of the same values, up to rounding."""
     return len(one) == len(two) and all(a.is_like(b, tolerance) for a, b in zip(one, two, strict=True))
 

@@ -386,7 +386,6 @@ class SmoothnessProbe:
         try:
             measure()
         except Exception as error:
-            step.close()
             if isinstance(error, NonDeterministicError) and self.on_error != "off":
                 raise  # no measurement would mean anything: better now than after the run
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
@@ -396,9 +395,6 @@ class SmoothnessProbe:
             if self.on_error == "raise":
                 self._write(step)
                 raise
-        except BaseException:
-            step.close()  # Ctrl-C may have come just before a replay put everything back
-            raise
 
     def _warn_of_failure(self, reason: str) -> None:
         text = f"A smoothness measurement failed at step {self.step}: {reason}"
@@ -482,7 +478,7 @@ class SmoothnessProbe:
 
     def _forget_step(self) -> None:
         if self._measured is not None:
-            self._measured.close()
+            self._measured.close()  # Ctrl-C may have come just before a replay put everything back
         self._measured = None
         self._optimizer_steps = False
         self._seen = ObservedStep()
