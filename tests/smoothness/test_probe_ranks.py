@@ -1,6 +1,7 @@
 """Two processes measure what one does, agree when to measure, and one of them writes."""
 
 from functools import partial
+from unittest import mock
 
 import pytest
 import torch
@@ -8,10 +9,13 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
 import curvestep as cs
+from curvestep.smoothness import probed_step
 from curvestep.smoothness.probe import SmoothnessProbe
+from curvestep.tensors.distributed import copies
 from curvestep.trace.trace import Trace
+from tests.models import mlp
 from tests.processes import run_on_processes
-from tests.smoothness.loops import assert_same_run, train
+from tests.smoothness.loops import assert_same_run, block_steps, measured_sgd, train
 
 STEPS = 50
 pytestmark = pytest.mark.filterwarnings("ignore:The model is in eval mode")  # without dropout and BatchNorm
@@ -115,3 +119,28 @@ def test_halves_give_two_ranks_the_noise_that_they_give_one_process(bucket_view)
         for row, other in zip(rows, expected, strict=True):
             for name in ("noise", "grad_signal", "grad_variance"):
                 assert row[name] == pytest.approx(other[name], rel=1e-9)
+
+
+def full_memory_on_rank_one(rank):
+    """Statuses of rows, and the weights, where one rank cannot keep the start of a step."""
+    torch.manual_seed(0)
+    model = DistributedDataParallel(mlp(6, 10, 3))
+    optimizer, probe = measured_sgd(model)
+    statuses = []
+    for step in range(4):
+        fails = step == 2 and rank == 1
+        with mock.patch.object(probed_step, "copies", side_effect=MemoryError("full") if fails else copies):
+            block_steps(probe, optimizer, lambda: model(torch.ones(4, 6)).square().mean())
+        statuses.append(probe.trace[step]["status"])
+    return statuses, [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:A smoothness measurement failed")
+def test_a_rank_that_cannot_keep_the_start_does_not_leave_the_other_waiting():
+    (one, weights), (other, same) = run_on_processes(full_memory_on_rank_one)
+    assert one[:2] + one[3:] == other[:2] + other[3:] == ["ok"] * 3
+    assert one[2] == "failed: another rank could not measure the start of the step"
+    assert other[2] == "failed: MemoryError: full"
+    assert all(map(torch.equal, weights, same))

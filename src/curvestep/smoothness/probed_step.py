@@ -251,8 +251,9 @@ class ProbedStep:
 
         If another rank could not measure the start, this one does not go on either.
         """
-        if any_rank(self._start is None, self._settings.model):
+        if any_rank(self._start is None, self._settings.model) and self._start is not None:
             self._start = None
+            self.fail("another rank could not measure the start of the step")
         self._optimizers = StepObserver(self._settings.parameters, with_facts=with_facts)
         if optimizer is not None:
             self._optimizers.expect(optimizer)
