@@ -16,7 +16,6 @@ from torch.optim import Optimizer
 from curvestep.optimizer_family import parameters_of
 from curvestep.smoothness.observer import Pass, tensors_in
 from curvestep.smoothness.snapshot import map_tensors
-from curvestep.tensors.vectors import widest_dtype
 
 Settings = dict[str, object]  # of a parameter group: lr, betas and the like
 _OF_SCALER = ("grad_scale", "found_inf")  # attributes that a GradScaler gives to an optimizer
@@ -96,7 +95,7 @@ class KeptStep:
     nbytes: int  # of its batches
     # The same before hooks of the optimizer, such as that of `clip`, saw the gradient.
     norms_before_hooks: list[Tensor | None]
-    exact_norm: Tensor | None  # of a part of it
+    entries: Tensor | None  # some of it
     scaler_state: dict[str, Tensor]  # that a GradScaler hands to an optimizer which unscales by itself
 
 
@@ -178,13 +177,12 @@ def norms_of(gradients: Sequence[Tensor | None]) -> list[Tensor | None]:
     return [None if g is None else next(norms) for g in gradients]
 
 
-def exact_norm_of(gradients: Sequence[Tensor | None]) -> Tensor | None:
-    """The norm in float64 of some entries of the last gradient; it tells factors apart to the last bit."""
+def first_entries(gradients: Sequence[Tensor | None]) -> Tensor | None:
+    """A copy of some entries of the last gradient; they tell factors apart to the last bit."""
     for gradient in reversed(gradients):
         if gradient is not None:
             entries = gradient._values() if gradient.is_sparse else gradient
-            part = _real(entries.detach()).reshape(-1)[:NUM_ENTRIES]
-            return torch.linalg.vector_norm(part, dtype=widest_dtype(part.device))
+            return entries.detach().reshape(-1)[:NUM_ENTRIES].clone()
     return None
 
 

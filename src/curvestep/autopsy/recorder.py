@@ -19,7 +19,7 @@ from curvestep.autopsy.kept_step import (
     KeptLoss,
     KeptStep,
     StepStart,
-    exact_norm_of,
+    first_entries,
     norms_of,
     scaler_state_of,
     settings_of,
@@ -116,7 +116,7 @@ class Autopsy:
         self._versions: list[tuple[int, int]] = []  # of parameters and moments after the last step
         self._settings: list[dict[str, object]] = []
         self._norms: list[Tensor | None] = []  # of the gradient that the step found
-        self._exact_norm: Tensor | None = None
+        self._entries: Tensor | None = None
         self._scaler_state: dict[str, Tensor] = {}
         self._optimizer: Optimizer | None = None
         self._stateful: Sequence[Stateful] = ()
@@ -272,7 +272,7 @@ class Autopsy:
         self._settings = settings_of(optimizer)
         gradients = [p.grad for p in self.parameters]
         self._norms = norms_of(gradients)
-        self._exact_norm = exact_norm_of(gradients)
+        self._entries = first_entries(gradients)
         self._scaler_state = scaler_state_of(optimizer)
         is_break = self._versions != versions_of(self.parameters, optimizer)
         if is_break or self.step >= self._starts[-1].number + self.keep:
@@ -295,7 +295,7 @@ class Autopsy:
             norms=norms,
             nbytes=self._nbytes,
             norms_before_hooks=self._norms,
-            exact_norm=self._exact_norm,
+            entries=self._entries,
             scaler_state=self._scaler_state,
         )
         self._steps.append(kept)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from curvestep.autopsy.kept_step import KeptLoss, KeptStep, Settings, StepStart, exact_norm_of, norms_of
+from curvestep.autopsy.kept_step import KeptLoss, KeptStep, Settings, StepStart, first_entries, norms_of
 from curvestep.smoothness.observer import ClipsItself
 from curvestep.smoothness.replay import trainable_parameters
 from curvestep.smoothness.snapshot import PassState, map_tensors
@@ -183,7 +183,7 @@ def _take_again(step: KeptStep, parameters: Sequence[Tensor], optimizer: Optimiz
 def _scale_as_then(step: KeptStep, gradients: Sequence[Tensor]) -> None:
     """Multiply the gradients by the factor between the backward pass and the step, of unscaling and clipping.
 
-    The factor is one number. The exact norm tells it apart from those next to it.
+    The factor is one number. Entries of one gradient tell it apart from those next to it.
     """
     handed = [norm for norm in step.norms_before_hooks if norm is not None]
     norms = [norm for norm in norms_of(gradients) if norm is not None]
@@ -199,8 +199,10 @@ def _scale_as_then(step: KeptStep, gradients: Sequence[Tensor]) -> None:
 
 
 def _is_exact(step: KeptStep, gradients: Sequence[Tensor]) -> bool:
-    norm = exact_norm_of(gradients)
-    return norm is None or step.exact_norm is None or _equal([norm], [step.exact_norm])
+    entries = first_entries(gradients)
+    if entries is None or step.entries is None:
+        return True
+    return torch.allclose(entries, step.entries, rtol=0.0, atol=0.0, equal_nan=True)
 
 
 def _equal(norms: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
