@@ -1,6 +1,5 @@
 """Gain and penalty of a step: exact on quadratics, shares add up, the rest is of third order."""
 
-import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
@@ -108,6 +107,7 @@ def test_rows_without_the_end_of_the_step_or_the_loss_at_its_start_are_told_apar
 
 
 def test_gains_are_drawn_with_and_without_layers():
+    plt = pytest.importorskip("matplotlib.pyplot", reason="needs the extra `report`")
     for layers in (False, True):
         model, loss_fn = classifier()
         optimizer, probe = watched_sgd(model, layers=layers)
