@@ -1,5 +1,7 @@
 """Small models with batches to calibrate on."""
 
+from collections import UserList
+
 import torch
 from torch import nn
 
@@ -50,7 +52,7 @@ class Lion(torch.optim.Optimizer):
 
 def watched(loss):
     """The loss, with the batches that it is differentiated on and those that it only judges by."""
-    stepped, judged = [], []
+    stepped, judged = UserList(), UserList()  # what a loss adds to a list is taken back
 
     def of_batch(batch):
         (stepped if torch.is_grad_enabled() else judged).append(id(batch))

@@ -2,6 +2,7 @@
 
 import copy
 import math
+from collections import UserList
 from functools import partial
 
 import numpy as np
@@ -285,7 +286,7 @@ def test_arm_whose_loss_is_not_finite_breaks_whatever_its_judges_say():
 def test_every_step_of_an_arm_has_its_own_dropout_mask_and_arms_share_them():
     torch.manual_seed(0)
     model = nn.Sequential(nn.Dropout(0.5), nn.Linear(64, 1, bias=False))
-    masks = []
+    masks = UserList()  # what a loss adds to a list is taken back
 
     def loss(x):
         out = model[0](x)

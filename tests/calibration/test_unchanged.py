@@ -2,6 +2,7 @@
 
 import random
 import signal
+from collections import UserList
 
 import numpy as np
 import pytest
@@ -161,11 +162,11 @@ def test_memory_is_one_copy_of_the_model_and_one_state_at_a_time():
 
     opt = Counted(model.parameters(), lr=1.0)
     Counted.alive = 0
+    copies = UserList()  # what a loss adds to a list is taken back
 
     def watched(batch):
-        nonlocal copies
-        copies = max(copies, Counted.alive)
+        copies.append(Counted.alive)
         return loss(batch)
 
     calibrate(model, watched, batches, optimizer=opt, schedule="warmup-decay")
-    assert copies == 1
+    assert max(copies) == 1

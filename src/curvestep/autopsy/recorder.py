@@ -26,13 +26,13 @@ from curvestep.autopsy.kept_step import (
     versions_of,
 )
 from curvestep.autopsy.rewind import check_unmoved, go_back
-from curvestep.autopsy.surroundings import Surroundings
 from curvestep.checks import check_count
 from curvestep.optimizer_family import check_optimizer, parameters_of, register_first_step_pre_hook
 from curvestep.parameter_names import remember_names
 from curvestep.smoothness.observer import ObservedStep, Pass, trains_any
 from curvestep.smoothness.replay import trainable_parameters
 from curvestep.smoothness.snapshot import PassState
+from curvestep.smoothness.surroundings import Surroundings
 from curvestep.tensors.distributed import communicates
 
 
@@ -111,6 +111,7 @@ class Autopsy:
         self.step = 0
         self._record = ObservedStep()  # of the step that comes
         self._nbytes = 0  # of its batches
+        self._changed_for_good = False  # a tensor that no replay could put back
         self._starts: list[StepStart] = []
         self._steps: list[KeptStep] = []
         self._versions: list[tuple[int, int]] = []  # of parameters and moments after the last step
@@ -161,8 +162,11 @@ class Autopsy:
         kept = KeptBatch(batch)
         states = [copy.deepcopy(one.state_dict()) for one in self._stateful]
         again = KeptLoss(self.loss_of_batch, kept, self.parameters[0].device.type, states)
-        part = Pass(partial(self.loss_of_batch, batch), state=PassState(self.model))
+        state = PassState(self.model)
+        checksums = [] if self._steps else state.checksums()
+        part = Pass(partial(self.loss_of_batch, batch), state=state)
         loss = self._record.run(part, self.parameters)
+        self._changed_for_good = self._changed_for_good or state.changed_since(checksums) is not None
         part.loss_fn = again
         if isinstance(loss, Tensor) and loss.requires_grad:
             loss.register_hook(again.keep_scale)
@@ -247,6 +251,11 @@ class Autopsy:
             raise ValueError(
                 f"`step` {step} is not kept with {FEWEST_STEPS} before it. Ask for {numbers[FEWEST_STEPS]} "
                 f"to {numbers[-1]}, sooner after a spike, or with a larger `keep`."
+            )
+        if self._changed_for_good:
+            raise RuntimeError(
+                "The model changes a tensor in place that is too large to put back, so that no step can be "
+                "explained. Make it a buffer: `module.register_buffer(name, tensor)`."
             )
         self._check_recorded()
 

@@ -61,6 +61,7 @@ class Retakes:
         self._replay = Replay(model, lambda: math.nan)
         self.parameters = self._replay.parameters
         self.precision = 0.0  # coarsest of the last gradient's computation
+        self._needs_graph = False  # a loss that differentiates inside fails without
         places = np.linspace(0, len(steps) - 1, min(NUM_VALIDATION_BATCHES, len(steps))).round().astype(int)
         self._validation_passes = [steps[place].passes[0] for place in places]
 
@@ -138,10 +139,15 @@ class Retakes:
         def loss() -> Tensor:
             assert validation_pass.state is not None
             validation_pass.state.restore()
-            with torch.no_grad():
+            with torch.set_grad_enabled(self._needs_graph):
                 return checked_loss(validation_pass.loss_fn())
 
         self._replay.closure = loss
+        if not self._needs_graph:
+            try:
+                return self._replay.loss().item()
+            except RuntimeError:  # torch: "element 0 of tensors does not require grad"
+                self._needs_graph = True
         return self._replay.loss().item()
 
     def _backward(self, loss: Tensor) -> None:

@@ -29,6 +29,8 @@ from curvestep.optimizer_family import Family
 from curvestep.smoothness.estimators import each
 from curvestep.smoothness.oracle import BatchReplay
 from curvestep.smoothness.replay import trainable_parameters
+from curvestep.smoothness.snapshot import PassState, restore_on_exit
+from curvestep.smoothness.surroundings import Surroundings
 from curvestep.tensors.vectors import difference, global_norm
 
 CLIP_AT = (0.6, 1.75)  # thresholds by the first gradient norm: of batches with nothing, with all in common
@@ -111,12 +113,14 @@ def calibrate(
 
     show(words.before(method.name, rule.num_steps, gradients, may_double=may_double))
     began = perf_counter()
-    with unmoved(batches):
+    surroundings = Surroundings(loss_of_batch, model)
+    with restore_on_exit(surroundings.restore), unmoved(batches):
         supply = Supply(batches, model)
         _, steps = supply.split(NUM_JUDGES, turns * rule.num_steps)
         passes = BatchReplay(model, loss_of_batch)
         with passes:
-            loss, grad_norm, num_idle = _look(passes, steps[0], method)
+            with restore_on_exit(PassState(model).keep_large()):
+                loss, grad_norm, num_idle = _look(passes, steps[0], method)
             scale, threshold = scale_and_threshold(passes, steps[:3], method, given)
             center = scale / 2 if schedule == "constant" else scale * 2
             trials = pilots.Pilots(passes, method, schedule, threshold, center, show)

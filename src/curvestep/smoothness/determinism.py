@@ -43,8 +43,7 @@ def check_determinism(
     ``trained``, if the closure is to give the same; of one that may be ``clipped`` only the direction of each
     parameter's part is compared, up to clipping by value.
     """
-    if seen.state is not None:  # before a replay changes it again
-        check_nothing_large_changed(replay, seen.state.changed_for_good())
+    check_nothing_large_changed(replay, seen.changed_for_good())  # before a replay changes it again
     replay.keep_home()  # a closure that moves the parameters is found out here, and undone
     first, computed_in = _gradient_of_tracked(replay)
     eps = max(precision(replay.parameters), seen.eps, computed_in)

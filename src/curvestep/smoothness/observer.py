@@ -185,6 +185,12 @@ class ObservedStep:
     replayed: ForwardCalls = field(default_factory=ForwardCalls)  # the replays' calls in the self-test
     eps: float = 0.0  # relative precision under autocast, zero without
     inputs: dict[int, Tensor] = field(default_factory=dict)  # of the model, that require grad, by identity
+    # Large tensors with their bits before training's first pass, where that is looked at.
+    checksums: list[tuple[Tensor, int]] = field(default_factory=list)
+
+    def changed_for_good(self) -> Tensor | None:
+        """A tensor that training's own pass changed, and that is too large to put back."""
+        return None if self.state is None else self.state.changed_since(self.checksums)
 
     def see_call(
         self,
@@ -201,6 +207,8 @@ class ObservedStep:
         """
         if self.state is None:
             self.state = PassState(model)
+        if with_inputs and not self.checksums:
+            self.checksums = self.state.checksums()
         if torch.is_autocast_enabled(device):
             self.eps = max(self.eps, torch.finfo(torch.get_autocast_dtype(device)).eps)
         for tensor in tensors_in((args, kwargs)):

@@ -40,7 +40,8 @@ from curvestep.smoothness.oracle import GradientOracle, check_oracle
 from curvestep.smoothness.probed_step import Memory, ProbedStep, Settings, no_closure
 from curvestep.smoothness.replay import Closure, Replay, versions_of
 from curvestep.smoothness.schedule import Schedule, check_fractions
-from curvestep.smoothness.snapshot import PassState
+from curvestep.smoothness.snapshot import PassState, restore_on_exit
+from curvestep.smoothness.surroundings import Surroundings
 from curvestep.tensors.distributed import any_rank, from_rank_zero, is_writer, over_ranks, spans_ranks
 from curvestep.trace.schema import Row
 from curvestep.trace.trace import Trace
@@ -382,9 +383,10 @@ class SmoothnessProbe:
             self._seen.see_call(self.model, args, kwargs, device, with_inputs=with_inputs)
 
     def _attempt(self, step: ProbedStep, measure: Callable[[], None]) -> None:
-        """Call ``measure``; its failure is noted in the row."""
+        """Call ``measure``; its failure is noted in the row. What the loss reads elsewhere is put back."""
         try:
-            measure()
+            with self._surroundings_kept():
+                measure()
         except Exception as error:
             if isinstance(error, NonDeterministicError) and self.on_error != "off":
                 raise  # no measurement would mean anything: better now than after the run
@@ -395,6 +397,16 @@ class SmoothnessProbe:
             if self.on_error == "raise":
                 self._write(step)
                 raise
+
+    def _surroundings_kept(self) -> restore_on_exit:
+        """A block at whose end globals, closures and objects that the loss reads are as before."""
+        losses = [part.loss_fn for part in self._seen.passes]
+        if self.oracle is not None:
+            losses.append(self.oracle.loss_of_batch)
+        try:
+            return restore_on_exit(Surroundings(losses, self.model).restore)
+        except RuntimeError as error:
+            raise NonDeterministicError(str(error)) from None
 
     def _warn_of_failure(self, reason: str) -> None:
         text = f"A smoothness measurement failed at step {self.step}: {reason}"

@@ -55,6 +55,8 @@ from curvestep.tensors.distributed import any_rank, copies, over_ranks
 from curvestep.tensors.vectors import global_norm, precision
 from curvestep.trace.schema import FAILED, NONFINITE, ZERO_STEP, Row
 
+NEARBY = 1e-3  # of the parameters' norm: a move that shows, to a point where a replay may well be
+
 
 def no_closure() -> float:
     """The closure of a replay between two measurements."""
@@ -180,6 +182,8 @@ class Memory:
     """What the measured steps of one probe leave to the next."""
 
     test: SelfTest = field(default_factory=SelfTest)
+    writes_tested: bool = False  # the loss writes to no parameter
+    writes_found: bool = False
     measurements: int = 0  # so far
     rates: deque[float] = field(default_factory=lambda: deque(maxlen=FOLLOWED_ROWS))  # of the last rows
     spikes: list[Row] = field(default_factory=list[Row])  # that the optimizers had logged at the last row
@@ -224,10 +228,15 @@ class ProbedStep:
         raw = self._raw_gradient(loss, clipped=clipped)
         raw_norm = global_norm(raw).item()
         self._measured = oracle or loss
+        is_tested = self._memory.test.error is not None
+        if is_tested:
+            self._test_writes(raw)
         if oracle is not None:
             self._test_replays(None)
         elif not clipped:
             self._test_replays(raw)
+        if not is_tested:  # now it is known that the loss trains nothing outside of the model
+            self._test_writes(raw)
         row["self_test"] = self._memory.test.error
         if oracle is not None:
             with self._replay(oracle) as replay:
@@ -373,6 +382,36 @@ class ProbedStep:
         with self._replay(self._measured, counted=False) as replay:
             if trained is None or not test.confirms(replay, trained, self._seen):
                 test.run(replay, trained, self._seen)
+
+    def _test_writes(self, raw: Gradients) -> None:
+        """Refuse a loss that writes to parameters where a replay moved them; they would not come back.
+
+        The first time that fails the row alone: the first pass of a model may set its parameters up.
+        """
+        memory = self._memory
+        length = global_norm(self._settings.parameters).item()
+        size = global_norm(raw).item()
+        if memory.writes_tested or isinstance(self._measured, GradientOracle) or not 0 < size < math.inf:
+            return
+        assert self._measured is not None
+        with self._replay(self._measured, counted=False) as replay:
+            fraction = NEARBY * length / size
+            replay.move(raw, fraction)
+            try:
+                replay.loss()
+            except RuntimeError:  # it differentiates inside
+                replay.gradient()
+            is_moved = any_rank(replay.is_moved_from(raw, fraction), replay.model)
+        if not is_moved:
+            memory.writes_tested = True
+            return
+        reason = (
+            "`closure` writes to trained parameters, through `.data` or in a hook. Write to them after "
+            "`optimizer.step()`, or use `torch.nn.utils.parametrize`."
+        )
+        kind = NonDeterministicError if memory.writes_found else RuntimeError
+        memory.writes_found = True
+        raise kind(reason)
 
     def _replay(self, closure: Closure, *, counted: bool = True) -> Replay:
         """The replay of ``closure``, not yet open, from the state in which training's first pass started."""

@@ -278,6 +278,16 @@ class Replay:
                 if d is not None:
                     local(p).add_(local(d), alpha=fraction)
 
+    def is_moved_from(self, direction: Gradients, fraction: float) -> bool:
+        """Whether the parameters are elsewhere than where :meth:`move` put them."""
+        for p, x, d in zip(self.parameters, self.keep_home(), direction, strict=True):
+            there = local(x).clone()
+            if d is not None:
+                there.add_(local(d), alpha=fraction)
+            if not torch.equal(local(p), there) and bool(torch.isfinite(there).all()):
+                return True
+        return False
+
     @property
     def point(self) -> list[Tensor]:
         """A copy of the parameters where the block began."""

@@ -7,7 +7,7 @@ import ctypes
 import random
 import signal
 import threading
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -27,8 +27,10 @@ from curvestep.tensors.vectors import PIECE
 
 _SEQUENCES = (list, deque)
 _CONTAINERS = (*_SEQUENCES, dict, set)
+_PUT_BACK = (*_CONTAINERS, OrderedDict, defaultdict, Counter, bytearray)  # of other kinds nobody knows enough
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_PLAIN = (int, float, complex, str, bytes, type(None), tuple, Tensor, *_CONTAINERS, *_GENERATORS)
+_PLAIN = (int, float, complex, str, bytes, type(None), tuple, Tensor, np.ndarray, *_PUT_BACK, *_GENERATORS)
+MOST_KEPT = 1 << 26  # numbers of large tensors that are copied while one gradient is computed
 _MANY = 1000  # entries of a list: a longer one holds data, such as a replay buffer's
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their size in bytes
 _MERSENNE_BYTES = ctypes.sizeof(ctypes.c_uint32) * 624 + ctypes.sizeof(ctypes.c_int)  # words and place
@@ -136,22 +138,28 @@ class PassState:
         modules = list(model.modules())
         owned = [(module, _state_of(module)) for module in modules]
         inside = _inside([own for _, own in owned])
-        containers = [value for value in inside if type(value) in _CONTAINERS]
+        containers = [value for value in inside if type(value) in _PUT_BACK]
+        arrays = [value for value in inside if type(value) is np.ndarray and value.size <= PIECE]
         tensors = [value for value in inside if _may_change_in_place(value)]
+        self._long = [value for value in inside if isinstance(value, _SEQUENCES) and len(value) > _MANY]
         followers, others = _frozen_parameters(model)
         self._large = [t for t in tensors if t.numel() > PIECE] + others
         self.frozen = [FrozenParameter.keep(p) for p in followers]
         self._marks = [_mark(t) for t in self._large]
+        # FSDP2 exchanges whole and sharded parameters by itself.
+        plain = [] if any(isinstance(module, FSDPModule) for module in modules) else modules
         self._modes = [(module, module.training) for module in modules]
         self._undo: list[Callable[[], object]] = [
             *(partial(setattr, module, "training", mode) for module, mode in self._modes),
             *(partial(_refill, module._buffers, dict(module._buffers)) for module in modules),
+            *(partial(_put_parameters_back, module, dict(module._parameters)) for module in plain),
             *(partial(buffer.copy_, buffer.detach().clone()) for buffer in model.buffers()),
             *(parameter.restore for parameter in self.frozen),
             *(partial(_set_attributes, owner, own) for owner, own in owned),
             # A copy of a larger tensor would cost memory that nobody expects.
             *(partial(_set_values, t, t._version, t.detach().clone()) for t in tensors if t.numel() <= PIECE),
             *(partial(_refill, container, copy.copy(container)) for container in containers),
+            *(partial(np.copyto, array, array.copy()) for array in arrays if array.flags.writeable),
             *(_rewinder(value) for value in inside if _is_generator(value)),
             RandomState.capture().restore,
         ]
@@ -168,9 +176,26 @@ class PassState:
         pairs = zip(self._large, self._marks, strict=True)
         return next((tensor for tensor, mark in pairs if _mark(tensor) != mark), None)
 
+    def changed_since(self, checksums: Sequence[tuple[Tensor, int]]) -> Tensor | None:
+        """One of the tensors that are not copied that has other bits than then, or was changed in place."""
+        changed = (tensor for tensor, old in checksums if _checksum(tensor) != old)
+        return next(changed, self.changed_for_good())
+
+    def keep_large(self) -> Callable[[], None]:
+        """Function that puts the tensors back that are not copied; nothing, if that needs much memory."""
+        large = [t for t in self._not_copied() if not t.is_meta]
+        if sum(t.numel() for t in large) > MOST_KEPT:
+            return lambda: None
+        return partial(put_back_changed, [(t, local(t).detach().clone()) for t in large])
+
     def checksums(self) -> list[tuple[Tensor, int]]:
         """The tensors that are not copied, each with the sum of its bits; reads all of them."""
-        return [(tensor, _checksum(tensor)) for tensor in self._large]
+        return [(tensor, _checksum(tensor)) for tensor in self._not_copied()]
+
+    def _not_copied(self) -> list[Tensor]:
+        """Large tensors, and those in long lists."""
+        listed = [value for values in self._long for value in values if _may_change_in_place(value)]
+        return [*self._large, *listed]
 
     def restore(self) -> None:
         """Put everything back as it was when this was taken."""
@@ -279,10 +304,23 @@ def detach_state(state: Any) -> Any:
     return map_tensors(Tensor.detach, state)
 
 
+def _put_parameters_back(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    if any(module._parameters.get(name) is not p for name, p in parameters.items()):
+        _refill(module._parameters, parameters)
+
+
 def _set_attributes(owner: nn.Module, attributes: dict[str, object]) -> None:
     for name in _state_of(owner).keys() - attributes.keys():
         del vars(owner)[name]
     vars(owner).update(attributes)
+
+
+def put_back_changed(kept: Sequence[tuple[Tensor, Tensor]]) -> None:
+    """Give tensors the values that were kept of them, where they have others now."""
+    for tensor, value in kept:
+        if not torch.equal(local(tensor), local(value)):
+            with torch.no_grad():
+                local(tensor).copy_(local(value))
 
 
 def _set_values(tensor: Tensor, version: int, values: Tensor) -> None:
@@ -292,7 +330,7 @@ def _set_values(tensor: Tensor, version: int, values: Tensor) -> None:
 
 def _refill(container: Any, content: Any) -> None:
     container.clear()
-    if isinstance(container, _SEQUENCES):
+    if isinstance(container, (*_SEQUENCES, bytearray)):
         container.extend(content)
     else:
         container.update(content)

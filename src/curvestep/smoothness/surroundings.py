@@ -6,7 +6,7 @@ import io
 import random
 import types
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 
 import numpy as np
@@ -19,7 +19,8 @@ from curvestep.smoothness.snapshot import PassState
 MOST_VALUES = 1_000  # that are looked at, and entries of a container: one that holds more holds data
 _CONTAINERS = (list, tuple, dict, set, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
-_CHANGED_IN_PLACE = (*_CONTAINERS, *_GENERATORS, Tensor, nn.Module)
+_CHANGED_IN_PLACE = (*_CONTAINERS, bytearray, *_GENERATORS, Tensor, np.ndarray, nn.Module)
+_OF_A_CLASS = (types.FunctionType, classmethod, staticmethod, property, types.MemberDescriptorType)
 # Packages whose functions and objects are no state of a loss.
 _FOREIGN = {"torch", "numpy", "curvestep", "builtins", "logging", "threading"}
 _MAKERS = {"__init__", "__new__", "__post_init__"}  # called before there is a loss
@@ -31,19 +32,21 @@ class Surroundings:
     """The values that a loss, and the modules of its model, reach by name, as they are now.
 
     :meth:`restore` gives names and attributes these values again. It puts back the content of lists, dicts,
-    sets, plain tensors, random generators and other modules. Classes, imported modules and what is inside of
+    sets, arrays, plain tensors, random generators and other modules. Imported modules and what is inside of
     an object that can be iterated over, such as a data loader, are left as they are. An attribute counts if a
     function that the loss may call has its name in it.
 
     Args:
-        loss_of_batch: The loss.
+        loss_of_batch: The loss, or several.
         model: What it calls. A replay puts its parameters and buffers back.
 
     Raises:
         RuntimeError: an iterator is among the values: what was taken from it cannot be put back.
     """
 
-    def __init__(self, loss_of_batch: Callable[..., object], model: nn.Module) -> None:
+    def __init__(
+        self, loss_of_batch: Callable[..., object] | Sequence[Callable[..., object]], model: nn.Module
+    ) -> None:
         self._globals: list[tuple[dict[str, object], str, object]] = []
         self._attributes: list[tuple[object, str, object]] = []
         self._names = {"forward", "cell_contents"}  # that the functions read, as far as they are known
@@ -70,7 +73,8 @@ class Surroundings:
             names[name] = value
         for owner, name, value in self._attributes:
             if getattr(owner, name, _ABSENT) is not value:
-                object.__setattr__(owner, name, value)
+                set_value = type.__setattr__ if isinstance(owner, type) else object.__setattr__
+                set_value(owner, name, value)
         self._contents.restore()
 
     def _look_into(self, value: object) -> None:
@@ -88,7 +92,9 @@ class Surroundings:
         elif isinstance(value, nn.Module):
             self._waiting += value.children()
             self._look_into_object(value, vars(value).keys() - _TORCHS_OWN)
-        elif not isinstance(value, (type, types.ModuleType, io.IOBase, Optimizer)):
+        elif isinstance(value, type):
+            self._look_into_class(value)
+        elif not isinstance(value, (types.ModuleType, io.IOBase, Optimizer)):
             slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
             self._look_into_object(value, [*getattr(value, "__dict__", ()), *slots])
 
@@ -96,6 +102,7 @@ class Surroundings:
         if _is_foreign(function):
             return
         self._waiting += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+        self._look_into_attributes(function, vars(function))
         for name in _names_in(function.__code__):
             if name in function.__globals__:
                 value = function.__globals__[name]
@@ -111,14 +118,21 @@ class Surroundings:
         is_foreign = _is_foreign(type(value))
         if isinstance(value, Iterator) and (is_foreign or not names):
             raise RuntimeError(
-                f"The loss takes from a {type(value).__name__}, which cannot be put back, so that no step "
-                "can be explained. Let `loss_of_batch` read the batch alone."
+                f"The loss takes from a {type(value).__name__}, which cannot be put back after the loss was "
+                "computed again. Draw the batch before, and let the loss read that alone."
             )
         if is_foreign or (_is_iterable(value) and not isinstance(value, Iterator)):
             return
         self._look_into_attributes(value, names)
         for name, method in _methods_of(value).items():
             self._add(None, name, method)
+        for kind in type(value).__mro__:
+            self._look_into_class(kind)
+
+    def _look_into_class(self, kind: type) -> None:
+        if not _is_foreign(kind):
+            plain = [name for name, value in vars(kind).items() if not isinstance(value, _OF_A_CLASS)]
+            self._look_into_attributes(kind, [name for name in plain if not name.startswith("__")])
 
     def _look_into_attributes(self, owner: object, names: Iterable[str]) -> None:
         for name in names:
