@@ -305,6 +305,8 @@ def _largest_eigenvalue(
 ) -> SpectralSmoothness:
     products = _Products(product, size, most=max_products)
     is_found = False
+    v: np.ndarray = products.vector
+    image: np.ndarray = products.image
     with suppress(_Stopped, ArpackError):
         if size < 3:  # too small for ARPACK: the whole matrix
             matrix = np.stack([products(v) for v in np.eye(size)])
