@@ -247,17 +247,20 @@ def test_steps_left_out_and_empty_gradients_are_not_remembered(rule, factor, pla
 def test_tensor_without_gradients_at_first_still_learns(kernel, monkeypatch):
     if kernel == "none":
         monkeypatch.setattr("curvestep.tensors.kernel.native", lambda: None)
-    params = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2))]
+    params = [nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))]
     opt = ClippedSGD(params, lr=0.1, max_norm=ema(warmup=4))
     for step in range(12):
-        params[0].grad = torch.full((3,), 1.0)
-        params[1].grad = torch.zeros(2) if step % 2 else None
+        params[0].grad = torch.zeros(2) if step % 2 else None
+        params[1].grad = torch.full((3,), 1.0)
         with torch.device("meta"):  # where nothing of a step may be made
             opt.step()
-    before = params[1].detach().clone()
-    params[1].grad = torch.ones(2)
+    _, means = opt.state_dict()["param_groups"][0]["clip_rules"]["0.0"]["state"]
+    assert means[0] == math.inf  # no norm of it was seen, and no other was taken for one
+    assert means[1] < math.inf
+    before = params[0].detach().clone()
+    params[0].grad = torch.ones(2)
     opt.step()
-    assert not torch.equal(before, params[1])
+    assert not torch.equal(before, params[0])
 
 
 @pytest.mark.parametrize("rule", [ema(0.5, warmup=2), weight_ratio(0.01)], ids=str)

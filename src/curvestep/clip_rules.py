@@ -32,6 +32,40 @@ Plain: TypeAlias = Mapping[str, Any]  # a rule in a checkpoint
 Saved: TypeAlias = dict[str, Any]  # what a rule remembers, as plain numbers
 Each: TypeAlias = Literal["norm", "tensor", "unit"]
 
+_LARGEST = float(np.finfo(np.float64).max)
+
+
+class Window:
+    """The last norms as floats, in order of arrival and in order of size.
+
+    Example:
+        >>> window = Window(3, [5.0, 1.0, 2.0])
+        >>> window.push(4.0)
+        >>> window.values, window.percentile(50)
+        ([1.0, 2.0, 4.0], 2.0)
+    """
+
+    def __init__(self, length: int, values: list[float]) -> None:
+        self._length = length
+        self.values = values[-length:] if length else []
+        self._ordered = sorted(self.values)
+
+    def push(self, norm: float) -> None:
+        """Add a norm, and forget the oldest beyond the window."""
+        self.values.append(norm)
+        insort(self._ordered, norm)
+        if len(self.values) > self._length:
+            oldest = self.values.pop(0)
+            del self._ordered[bisect_left(self._ordered, oldest)]
+
+    def percentile(self, p: float) -> float:
+        """The p-th percentile, interpolated as ``numpy.percentile`` does."""
+        position = (len(self._ordered) - 1) * p / 100
+        below = int(position)
+        low = self._ordered[below]
+        high = self._ordered[min(below + 1, len(self._ordered) - 1)]
+        return low + (high - low) * (position - below)
+
 
 class Observation(NamedTuple):
     """What a rule looks at.
@@ -46,7 +80,7 @@ class Observation(NamedTuple):
     norm: FloatOrArray
     total: float
     weight: FloatOrArray = 0.0
-    history: Window | None = None
+    history: Window = Window(0, [])
 
 
 @dataclass(frozen=True)
@@ -126,7 +160,6 @@ def percentile(p: float = 10.0, *, window: int = 1000) -> ClipRule:
     check_inside("p", p, 0, 100)
 
     def bound(seen: Observation, state: State) -> tuple[float, State]:
-        assert seen.history is not None  # this rule has a window
         return seen.history.percentile(p), state
 
     parameters = {"p": p, "window": check_count("window", window)}
@@ -234,7 +267,6 @@ def weight_ratio(ratio: float = 0.01, *, eps: float = 1e-3) -> ClipRule:
     return ClipRule(weight_ratio, parameters, bound, each="unit", of_weights=(ratio, eps))
 
 
-_LARGEST = float(np.finfo(np.float64).max)
 RULES = (percentile, zscore, ema, weight_ratio)
 
 
@@ -255,38 +287,6 @@ def smaller(a: FloatOrArray, b: FloatOrArray) -> FloatOrArray:
 def larger(a: FloatOrArray, b: FloatOrArray) -> FloatOrArray:
     """The larger of two numbers, or of each pair."""
     return choose(a > b, a, b)
-
-
-class Window:
-    """The last norms as floats, in order of arrival and in order of size.
-
-    Example:
-        >>> window = Window(3, [5.0, 1.0, 2.0])
-        >>> window.push(4.0)
-        >>> window.values, window.percentile(50)
-        ([1.0, 2.0, 4.0], 2.0)
-    """
-
-    def __init__(self, length: int, values: list[float]) -> None:
-        self._length = length
-        self.values = values[-length:] if length else []
-        self._ordered = sorted(self.values)
-
-    def push(self, norm: float) -> None:
-        """Add a norm, and forget the oldest beyond the window."""
-        self.values.append(norm)
-        insort(self._ordered, norm)
-        if len(self.values) > self._length:
-            oldest = self.values.pop(0)
-            del self._ordered[bisect_left(self._ordered, oldest)]
-
-    def percentile(self, p: float) -> float:
-        """The p-th percentile, interpolated as ``numpy.percentile`` does."""
-        position = (len(self._ordered) - 1) * p / 100
-        below = int(position)
-        low = self._ordered[below]
-        high = self._ordered[min(below + 1, len(self._ordered) - 1)]
-        return low + (high - low) * (position - below)
 
 
 class RuleMemory:

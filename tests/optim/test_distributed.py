@@ -134,10 +134,11 @@ def zero_redundancy(rank):
 
     net, _ = problem()
     messages = []
+    zero = ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1)
     for attempt in (
         lambda: ZeroRedundancyOptimizer(net.parameters(), optimizer_class=ClippedSGD, lr=0.1, max_norm=1.0),
-        lambda: clip(ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1).optim, 1.0),
-        lambda: clip(ZeroRedundancyOptimizer(net.parameters(), torch.optim.SGD, lr=0.1), 1.0),
+        lambda: clip(zero.optim, 1.0),
+        lambda: clip(zero, 1.0),
     ):
         try:
             attempt()
