@@ -4,6 +4,9 @@ They are the same for every optimizer of the package and for ``clip``. A number 
 a tensor that is not read, unless the host needs it: then all of them are read at once, and are floats.
 """
 
+# pyright: reportUnknownVariableType=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
+# What a checkpoint has is looked at before it is believed.
+
 from __future__ import annotations
 
 import math
