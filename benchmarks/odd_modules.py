@@ -28,7 +28,9 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.nn.utils import parametrizations, parametrize, prune
+from torch.utils._pytree import tree_map
 from torch.utils.checkpoint import checkpoint
 
 import curvestep as cs
@@ -1204,6 +1206,7 @@ def state_of(setting, optimizer):
         "modes": [m.training for m in model.modules()],
         "elsewhere": setting.elsewhere(),
     }
+    state = tree_map(lambda value: value.to_local() if isinstance(value, DTensor) else value, state)
     file = io.BytesIO()
     torch.save(state, file)
     file.seek(0)

@@ -20,9 +20,11 @@ MOST_VALUES = 1_000  # that are looked at, and entries of a container: one that 
 _CONTAINERS = (list, tuple, dict, set, deque)
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _CHANGED_IN_PLACE = (*_CONTAINERS, bytearray, *_GENERATORS, Tensor, np.ndarray, nn.Module)
-_OF_A_CLASS = (types.FunctionType, classmethod, staticmethod, property, types.MemberDescriptorType)
 # Packages whose functions and objects are no state of a loss.
-_FOREIGN = {"torch", "numpy", "curvestep", "builtins", "logging", "threading"}
+_FOREIGN = {
+    *("torch", "numpy", "scipy", "curvestep", "builtins", "logging", "threading", "tqdm"),
+    *("lightning", "pytorch_lightning", "lightning_fabric", "transformers", "accelerate", "peft"),
+}
 _MAKERS = {"__init__", "__new__", "__post_init__"}  # called before there is a loss
 _TORCHS_OWN = vars(nn.Module()).keys()
 _ABSENT = object()
@@ -131,8 +133,8 @@ class Surroundings:
 
     def _look_into_class(self, kind: type) -> None:
         if not _is_foreign(kind):
-            plain = [name for name, value in vars(kind).items() if not isinstance(value, _OF_A_CLASS)]
-            self._look_into_attributes(kind, [name for name in plain if not name.startswith("__")])
+            values = [name for name, value in vars(kind).items() if not hasattr(type(value), "__get__")]
+            self._look_into_attributes(kind, [name for name in values if not name.startswith("__")])
 
     def _look_into_attributes(self, owner: object, names: Iterable[str]) -> None:
         for name in names:
