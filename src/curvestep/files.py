@@ -119,7 +119,10 @@ def load_json(text: str | bytes) -> Any:
         >>> load_json('{"max_norm": "Infinity"}')
         {'max_norm': inf}
     """
-    return _from_strict(json.loads(text, parse_constant=_refuse))
+    try:
+        return _from_strict(json.loads(text, parse_constant=_refuse))
+    except RecursionError:
+        raise ValueError("its lists or objects are nested too deep") from None
 
 
 def add_checksum(values: Mapping[str, object]) -> Row:

@@ -30,6 +30,7 @@ _CONTAINERS = (*_SEQUENCES, dict, set)
 _PUT_BACK = (*_CONTAINERS, OrderedDict, defaultdict, Counter, bytearray)  # of other kinds nobody knows enough
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _PLAIN = (int, float, complex, str, bytes, type(None), tuple, Tensor, np.ndarray, *_PUT_BACK, *_GENERATORS)
+_SHARES_BUFFERS = "require_forward_param_sync"  # an attribute of DistributedDataParallel
 MOST_KEPT = 1 << 26  # numbers of large tensors that are copied while one gradient is computed
 _MANY = 1000  # entries of a list: a longer one holds data, such as a replay buffer's
 _WHOLE_NUMBERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}  # by their size in bytes
@@ -365,8 +366,9 @@ def _inside(values: Sequence[object]) -> list[object]:
 
 def _state_of(owner: nn.Module) -> dict[str, object]:
     """Own attributes: public ones of any kind, and what is plain of the private ones."""
-    if isinstance(owner, DistributedDataParallel):  # they say how it sums gradients now
-        return {}
+    if isinstance(owner, DistributedDataParallel):  # others say how it sums gradients now
+        # A pass without gradients turns it off, and training's next pass would not share the buffers.
+        return {_SHARES_BUFFERS: vars(owner).get(_SHARES_BUFFERS, True)}
     # Machinery is not plain, nor is what torch's own modules keep for themselves: their state is in buffers.
     plain = () if type(owner).__module__.startswith("torch.") else _PLAIN
     own = [(name, value) for name, value in vars(owner).items() if name not in _TORCHS_OWN]

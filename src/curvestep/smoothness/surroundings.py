@@ -117,7 +117,8 @@ class Surroundings:
             self._look_into_attributes(cell, ["cell_contents"])
 
     def _look_into_object(self, value: object, names: Iterable[str]) -> None:
-        is_foreign = _is_foreign(type(value))
+        # FSDP2 gives a module a class of its own, derived from the one that it had.
+        is_foreign = all(_is_foreign(kind) for kind in type(value).__mro__)
         if isinstance(value, Iterator) and (is_foreign or not names):
             raise RuntimeError(
                 f"The loss takes from a {type(value).__name__}, which cannot be put back after the loss was "
