@@ -254,8 +254,8 @@ class Autopsy:
             )
         if self._changed_for_good:
             raise RuntimeError(
-                "The model changes a tensor in place that is too large to put back, so that no step can be "
-                "explained. Make it a buffer: `module.register_buffer(name, tensor)`."
+                "No step can be explained: a pass changes a large tensor in place, and nothing puts it back. "
+                "Make it a buffer: `module.register_buffer(name, tensor)`."
             )
         self._check_recorded()
 
