@@ -74,9 +74,12 @@ class Surroundings:
         for names, name, value in self._globals:
             names[name] = value
         for owner, name, value in self._attributes:
-            if getattr(owner, name, _ABSENT) is not value:
-                set_value = type.__setattr__ if isinstance(owner, type) else object.__setattr__
-                set_value(owner, name, value)
+            if getattr(owner, name, _ABSENT) is value:
+                continue
+            if isinstance(owner, type):
+                type.__setattr__(owner, name, value)
+            else:
+                object.__setattr__(owner, name, value)
         self._contents.restore()
 
     def _look_into(self, value: object) -> None:
