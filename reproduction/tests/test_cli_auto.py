@@ -9,7 +9,7 @@ pytest.importorskip("lightning_fabric")
 from tests.processes import run_command
 
 from curvestep.calibration.result import read_calibration
-from curvestep.trace.run import Run
+from curvestep_reproduction.training.run_folder import TrainedRun
 from reproduction.tests.small import write_text
 
 
@@ -33,7 +33,7 @@ def test_run_trains_with_what_calibrate_prints_and_resumes_with_it(fields, tmp_p
     folder = tmp_path / "run"
     line = ["train", *fields, "25", "--lr", "auto", "--max-norm", "auto", "--folder", str(folder)]
     out, err = curvestep(*line)
-    recipe = Run.load(folder).recipe
+    recipe = TrainedRun.load(folder).recipe
     assert (recipe.lr, recipe.max_norm) == (said["lr"], said["max_norm"])
     assert out.splitlines()[:4] == words.splitlines()[:4]  # the answer, then how the run ended
     assert "finished after 25 steps" in out
@@ -48,4 +48,4 @@ def test_run_trains_with_what_calibrate_prints_and_resumes_with_it(fields, tmp_p
     (folder / "status.json").unlink()  # as if it had been killed
     again, _ = curvestep(*line, "--resume")
     assert "finished after 25 steps" in again
-    assert Run.load(folder).recipe == recipe
+    assert TrainedRun.load(folder).recipe == recipe
