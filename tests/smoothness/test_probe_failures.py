@@ -2,6 +2,7 @@
 
 import errno
 import math
+from collections import UserList
 
 import pytest
 import torch
@@ -138,11 +139,11 @@ def test_a_replay_that_moves_the_parameters_at_a_later_row_is_undone():
         model, loss_fn = net()
         optimizer, probe = watched_sgd(model)
         for step in range(4):
-            replays = iter([False, step == at, False, False, False, False])
+            moves = UserList([False, step == at] + [False] * 8)  # which no replay puts back
 
-            def moving_loss(replays=replays):
+            def moving_loss(moves=moves):
                 loss = loss_fn()
-                if next(replays):
+                if moves.pop(0):
                     with torch.no_grad():
                         model[0].weight.add_(1.0)
                 return loss
