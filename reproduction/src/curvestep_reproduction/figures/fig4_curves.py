@@ -145,7 +145,9 @@ def loss_panel(runs: Sequence[TrainedRun], *, letter: str = "", paper: str = "")
     window = max(SMOOTHING, *(steps_of(run.recipe) // PARTS for run in runs))
     curves = gather(runs, "loss", "train", smoothing=window)
     label = f"training loss, mean of {window} steps"
-    return curve_panel(curves, label, time=time_of(runs), letter=letter, paper=paper, past=START)
+    return curve_panel(
+        curves, label, time=time_of(runs), letter=letter, paper=paper, past=START, names_lost_seeds=True
+    )
 
 
 def curve_panel(
@@ -158,10 +160,12 @@ def curve_panel(
     paper: str = "",
     log: bool = False,
     past: float = 0.0,
+    names_lost_seeds: bool = False,
 ) -> Panel:
     """Curves over the run: the mean over the seeds, their range as a band.
 
     The axis holds every seed that did not diverge, but for the first part of the run (``past``, a share).
+    With ``names_lost_seeds`` the settings whose seeds diverge stand beside it.
     """
     limits = axis_limits(curves, past=past)
     if log:
@@ -169,7 +173,7 @@ def curve_panel(
     series: list[Series] = []
     for curve in curves:
         series += curve.series(limits[1] if limits else math.nan)
-    fates = [curve.fate for curve in curves if curve.fate]
+    fates = [curve.fate for curve in curves if curve.fate] if names_lost_seeds else []
     across = None
     if all(len(curve.steps) <= 1 for curve in curves):  # a point is no scale
         across = (
