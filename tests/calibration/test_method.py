@@ -52,7 +52,7 @@ def test_normalized_sgd_takes_the_same_step_at_small_gradients():
     normal = calibrate(model, loss, batches, optimizer=NormalizedSGD, budget=48)
     plain = calibrate(model, loss, batches, budget=48)
     assert math.isclose(normal.max_norm, plain.max_norm, rel_tol=1e-9)
-    assert math.isclose(normal.arms[0].lr / normal.max_norm, plain.arms[0].lr, rel_tol=1e-9)
+    assert math.isclose(normal.trials[0].lr / normal.max_norm, plain.trials[0].lr, rel_tol=1e-9)
 
 
 @pytest.mark.parametrize("ratio", [0.25, 4.0])
@@ -71,7 +71,7 @@ def test_scale_of_unequal_groups_is_that_of_parameters_of_another_unit(ratio):
 
     plain = calibrate(model, same, batches, optimizer=torch.optim.SGD(model.parameters(), lr=1.0), budget=48)
     # Given relative to the largest; the lattices differ, so crossings are interpolated at other places.
-    assert math.isclose(unequal.arms[0].lr, max(1.0, ratio) * plain.arms[0].lr, rel_tol=0.02)
+    assert math.isclose(unequal.trials[0].lr, max(1.0, ratio) * plain.trials[0].lr, rel_tol=0.02)
 
 
 OTHERS = [torch.optim.RMSprop, torch.optim.NAdam, torch.optim.Adagrad, torch.optim.Rprop, Lion]
@@ -87,8 +87,8 @@ def test_other_optimizers_are_tried_around_the_rate_that_they_were_made_with(mak
     trained = [p for p in model.parameters() if p.requires_grad]
     opt, before = make(trained, lr=0.01), [p.detach().clone() for p in trained]
     cal = calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay", budget=48)
-    assert [round(arm.lr, 9) for arm in cal.arms] == [0.005, 0.02, 0.08]
-    assert max(arm.gain for arm in cal.arms) > 0
+    assert [round(trial.lr, 9) for trial in cal.trials] == [0.005, 0.02, 0.08]
+    assert max(trial.gain for trial in cal.trials) > 0
     assert cal.confidence != "high"
     assert "less-tested" in kinds(cal)
     assert "is not part of the benchmark" in str(cal)
@@ -104,7 +104,9 @@ def test_parameters_that_the_optimizer_leaves_out_do_not_move():
     assert "untrained" in kinds(found)
     model[0].requires_grad_(False)
     frozen = calibrate(model, loss, batches, budget=48)
-    assert [arm.lr for arm in found.arms] == pytest.approx([arm.lr for arm in frozen.arms], rel=1e-9)
+    assert [trial.lr for trial in found.trials] == pytest.approx(
+        [trial.lr for trial in frozen.trials], rel=1e-9
+    )
     with pytest.raises(ValueError, match="trains no parameter that the loss depends on"):
         calibrate(model, loss, batches, optimizer=torch.optim.SGD(model[0].parameters(), lr=1.0))
 

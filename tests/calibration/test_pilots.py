@@ -1,4 +1,4 @@
-"""Arms are training, and the answer is the smallest rate that suffices: against a slow twin of the rule."""
+"""Trials are training, and the answer is the smallest rate that suffices: against a slow twin of the rule."""
 
 import copy
 import math
@@ -15,7 +15,7 @@ from torch import nn
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, calibrate, clip
 from curvestep.calibration.calibration_words import confidence
 from curvestep.calibration.method import method_of
-from curvestep.calibration.pilots import DOUBLED, LONG, SHORT, Arm, Pilots, next_octave, read
+from curvestep.calibration.pilots import DOUBLED, LONG, SHORT, Pilots, Trial, next_octave, read
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family, momenta
 from curvestep.smoothness.oracle import BatchReplay
@@ -81,8 +81,10 @@ def test_adamw_under_a_schedule_is_the_slow_twin_of_the_rule(seed):
     gains, sufficient = twin_search(gain_of, 0.008)
     opt = make(model.parameters())
     cal = calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay")
-    assert [arm.lr for arm in cal.arms] == pytest.approx(sorted(gains), rel=1e-12)
-    assert [arm.gain for arm in cal.arms] == pytest.approx([gains[lr] for lr in sorted(gains)], rel=1e-9)
+    assert [trial.lr for trial in cal.trials] == pytest.approx(sorted(gains), rel=1e-12)
+    assert [trial.gain for trial in cal.trials] == pytest.approx(
+        [gains[lr] for lr in sorted(gains)], rel=1e-9
+    )
     assert cal.lr == pytest.approx(1.1 * sufficient, rel=1e-9)
     assert cal.max_norm == 1.0
     assert cal.num_gradients == 2 + 16 * len(gains)
@@ -97,15 +99,17 @@ def test_sgd_at_a_constant_rate_is_tried_around_the_scale_of_its_first_step(mome
     make = partial(torch.optim.SGD, lr=1.0, momentum=momentum)
     gain_of = lambda lr: twin_arm(model, make, lr, batches[8:24], batches[:8], **options).mean()  # noqa: E731
     gains, sufficient = twin_search(gain_of, scale / 2)
-    assert [arm.lr for arm in cal.arms] == pytest.approx(sorted(gains), rel=1e-6)
-    assert [arm.gain for arm in cal.arms] == pytest.approx([gains[lr] for lr in sorted(gains)], rel=1e-6)
+    assert [trial.lr for trial in cal.trials] == pytest.approx(sorted(gains), rel=1e-6)
+    assert [trial.gain for trial in cal.trials] == pytest.approx(
+        [gains[lr] for lr in sorted(gains)], rel=1e-6
+    )
     assert cal.lr == pytest.approx(math.sqrt(scale * sufficient), rel=1e-6)
     assert cal.momentum == momentum
 
 
 def test_start_at_the_origin_has_the_scale_of_any_other():
     model, batches = Noisy(0.0, curvature=4.0), [3.0 + target for target in targets(0.1)]
-    assert calibrate(model, model, batches, optimizer="SGD", budget=48).arms[1].lr == pytest.approx(1 / 8)
+    assert calibrate(model, model, batches, optimizer="SGD", budget=48).trials[1].lr == pytest.approx(1 / 8)
 
 
 @pytest.mark.parametrize("make", [
@@ -119,17 +123,19 @@ def test_sgd_under_a_schedule_takes_a_share_of_the_best_of_long_plain_trials(mak
     (momentum,), decay = momenta(opt), opt.param_groups[0]["weight_decay"]
     cal = calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay")
     constant = calibrate(model, loss, batches, optimizer=opt, budget=48)
-    octaves = [math.log2(arm.lr / (4 * constant.arms[1].lr)) for arm in cal.arms]  # from twice the scale
+    octaves = [
+        math.log2(trial.lr / (4 * constant.trials[1].lr)) for trial in cal.trials
+    ]  # from twice the scale
     assert octaves == pytest.approx(range(2 * round(octaves[0] / 2), 2 * round(octaves[-1] / 2) + 1, 2))
-    best = max(range(len(octaves)), key=lambda i: cal.arms[i].gain)
+    best = max(range(len(octaves)), key=lambda i: cal.trials[i].gain)
     assert 0 < best < len(octaves) - 1 or len(octaves) == 5
 
     plain = partial(torch.optim.SGD, lr=1.0, weight_decay=decay)
-    for arm in cal.arms[: best + 1]:  # beyond the best, steps are so long that rounding grows
-        lr, parts = arm.lr / (1 - momentum), (batches[8:], batches[:8])
+    for trial in cal.trials[: best + 1]:  # beyond the best, steps are so long that rounding grows
+        lr, parts = trial.lr / (1 - momentum), (batches[8:], batches[:8])
         expected = twin_arm(model, plain, lr, *parts, max_norm=cal.max_norm).mean()
-        assert (arm.num_steps, arm.gain) == (48, pytest.approx(expected, rel=1e-4))
-    assert cal.lr == pytest.approx(0.7 * cal.arms[best].lr)
+        assert (trial.num_steps, trial.gain) == (48, pytest.approx(expected, rel=1e-4))
+    assert cal.lr == pytest.approx(0.7 * cal.trials[best].lr)
     assert cal.confidence == "medium"
 
 
@@ -159,10 +165,10 @@ def test_search_agrees_with_its_twin_on_any_curve_of_gains(best, width, floor, n
         return
     twin, sufficient = twin_search(lambda lr: gain_of(round(math.log2(lr))), 1.0)
     assert sorted(gains) == [round(math.log2(lr)) for lr in sorted(twin)]
-    arms = [Arm(lr=2.0**o, num_steps=16, gain=gains[o], error=1e-9) for o in sorted(gains)]
+    trials = [Trial(lr=2.0**o, num_steps=16, gain=gains[o], error=1e-9) for o in sorted(gains)]
     if min(gains.values()) > -max(gains.values()):
-        assert read(arms, "warmup-decay", 1.0)[0] == pytest.approx(1.1 * sufficient)
-        assert read(arms, "constant", 4.0)[0] == pytest.approx(math.sqrt(4.0 * sufficient))
+        assert read(trials, "warmup-decay", 1.0)[0] == pytest.approx(1.1 * sufficient)
+        assert read(trials, "constant", 4.0)[0] == pytest.approx(math.sqrt(4.0 * sufficient))
 
 
 @pytest.mark.parametrize(
@@ -187,21 +193,21 @@ def test_long_arms_stay_four_times_apart_and_bracket_the_best(best, octaves):
         ((0.97, 1.0, 0.5), 0.01, SHORT, (1.1, 1.1), ["edge", "flat"]),
         ((0.1, 0.5, 1.0), 0.01, SHORT, (4.1, 4.4), ["edge"]),
         ((0.1, 0.97, 1.0), 0.01, SHORT, (2.1, 2.2), []),
-        ((-math.inf, 1.0, 0.5), 0.01, SHORT, (2.16, 2.18), []),  # arms that broke, on either side
+        ((-math.inf, 1.0, 0.5), 0.01, SHORT, (2.16, 2.18), []),  # trials that broke, on either side
         ((0.5, 1.0, -math.inf), 0.01, SHORT, (1.9, 2.2), []),
-        ((0.99, 0.98, 1.0, 0.2), 0.01, LONG, (2.8, 2.8), []),  # of long arms 0.7 of the best, flat or not
+        ((0.99, 0.98, 1.0, 0.2), 0.01, LONG, (2.8, 2.8), []),  # of long trials 0.7 of the best, flat or not
         ((0.99, 1.0), 0.01, LONG, (1.4, 1.4), ["edge"]),
         ((0.99, 1.0, 0.5), 0.3, LONG, (1.4, 1.4), ["noise"]),
     ],
 )
 def test_arms_are_read(gains, error, rule, lr, doubts):
     steps = rule.num_steps
-    arms = [Arm(lr=2.0**k, num_steps=steps, gain=gain, error=error) for k, gain in enumerate(gains)]
-    found, said = read(arms, "warmup-decay", 1.0)
+    trials = [Trial(lr=2.0**k, num_steps=steps, gain=gain, error=error) for k, gain in enumerate(gains)]
+    found, said = read(trials, "warmup-decay", 1.0)
     assert lr[0] - 1e-9 <= found <= lr[1] + 1e-9
     assert said == doubts
     if doubts == ["unknown"] or rule is LONG:
-        assert read(arms, "constant", 1.0)[0] == found
+        assert read(trials, "constant", 1.0)[0] == found
 
 
 def test_confidence_is_high_only_for_adam_under_a_schedule_and_without_any_doubt():
@@ -225,7 +231,7 @@ def test_confidence_is_high_only_for_adam_under_a_schedule_and_without_any_doubt
     assert said(schedule="constant") == "medium"
 
 
-# Arms are training
+# Trials are training
 
 
 @pytest.mark.parametrize("make", [
@@ -278,8 +284,8 @@ def test_arm_whose_loss_is_not_finite_breaks_whatever_its_judges_say():
         return model(batch) + (math.inf if is_far else 0.0)
 
     cal = calibrate(model, loss, batches, optimizer="AdamW", schedule="warmup-decay", budget=48)
-    assert [arm.gain > 0 for arm in cal.arms] == [True, True, False]
-    assert cal.arms[2].gain == -math.inf
+    assert [trial.gain > 0 for trial in cal.trials] == [True, True, False]
+    assert cal.trials[2].gain == -math.inf
     assert "broke" in str(cal)
 
 
@@ -308,7 +314,7 @@ def test_judges_are_never_stepped_on_and_few_batches_are_split_and_said(count, n
     assert not set(stepped) & set(judged)
     assert len(set(judged)) == num_judges
     assert len(set(stepped)) == min(16, count - num_judges)
-    assert len(judged) == num_judges * (1 + len(cal.arms))
+    assert len(judged) == num_judges * (1 + len(cal.trials))
     assert ("few-batches" in kinds(cal)) == (num_judges < 8)
 
 
@@ -319,15 +325,15 @@ def test_noise_doubles_the_arms_and_their_judges():
     model, batches = Noisy(0.6), targets(3.0)
     loss, _, judged = watched(model)
     cal = calibrate(model, loss, batches, optimizer="AdamW", schedule="warmup-decay")
-    lengths = [arm.num_steps for arm in cal.arms]
+    lengths = [trial.num_steps for trial in cal.trials]
     assert lengths[:3] == [16] * 3
     assert set(lengths[3:]) == {32}
     assert len(set(judged)) == 16
     assert cal.num_gradients <= 2 + 208
     assert {"noise", "unknown"} & kinds(cal)
-    assert cal.last_arms == cal.arms[3:]
+    assert cal.last_trials == cal.trials[3:]
     long = calibrate(model, model, batches, optimizer="SGD", schedule="warmup-decay")
-    assert {arm.num_steps for arm in long.arms} == {48}  # long enough
+    assert {trial.num_steps for trial in long.trials} == {48}  # long enough
 
 
 def test_start_at_the_optimum_cannot_tell_and_gives_a_safe_value():
@@ -335,7 +341,7 @@ def test_start_at_the_optimum_cannot_tell_and_gives_a_safe_value():
     cal = calibrate(model, model, batches, optimizer="AdamW", schedule="warmup-decay")
     assert cal.confidence == "cannot tell"
     assert "unknown" in kinds(cal)
-    assert cal.lr == cal.last_arms[0].lr / 2 == 0.001
+    assert cal.lr == cal.last_trials[0].lr / 2 == 0.001
     assert "cannot tell" in str(cal)
 
 
@@ -358,17 +364,17 @@ def test_budget_buys_arms_and_then_repetitions_and_is_kept(options, length, most
     model, loss, batches = network(count=200, size=128)
     loss, stepped, _ = watched(loss)
     cal = calibrate(model, loss, batches, **{"optimizer": "AdamW", "schedule": "warmup-decay", **options})
-    assert {arm.num_steps for arm in cal.arms} == {length}
-    assert 3 <= len(cal.arms) <= most
+    assert {trial.num_steps for trial in cal.trials} == {length}
+    assert 3 <= len(cal.trials) <= most
     assert len(stepped) == cal.num_gradients
-    of_start = cal.num_gradients - length * turns * len(cal.arms)
+    of_start = cal.num_gradients - length * turns * len(cal.trials)
     assert of_start == 2 if length == 16 else 0 < of_start < 30  # SGD's has a scale to find
 
 
 def test_budget_of_ones_own_is_not_doubled_where_noise_hides_the_gains():
     model, batches = Noisy(0.6), targets(3.0, count=60)
     cal = calibrate(model, model, batches, optimizer="AdamW", schedule="warmup-decay", budget=80)
-    assert {arm.num_steps for arm in cal.arms} == {16}
+    assert {trial.num_steps for trial in cal.trials} == {16}
 
 
 def test_repetitions_are_the_mean_over_sets_of_batches():
@@ -377,7 +383,7 @@ def test_repetitions_are_the_mean_over_sets_of_batches():
     parts = [
         twin_arm(model, torch.optim.AdamW, 0.002, batches[i : i + 16], batches[:8]).mean() for i in (8, 24)
     ]
-    assert cal.arms[0].gain == pytest.approx(np.mean(parts), rel=1e-9)
+    assert cal.trials[0].gain == pytest.approx(np.mean(parts), rel=1e-9)
 
 
 # Thresholds
@@ -425,7 +431,9 @@ def test_arms_of_a_hooked_optimizer_clip_at_its_threshold():
     clip(plain, max_norm=1e-3)
     own = ClippedAdamW(model.parameters(), lr=1.0, max_norm=1e-3)
     found = [calibrate(model, loss, batches, optimizer=opt, schedule="warmup-decay") for opt in (plain, own)]
-    assert [arm.gain for arm in found[0].arms] == pytest.approx([arm.gain for arm in found[1].arms], rel=1e-9)
+    assert [trial.gain for trial in found[0].trials] == pytest.approx(
+        [trial.gain for trial in found[1].trials], rel=1e-9
+    )
     assert plain.clip_stats()["steps"] == 0
 
 
@@ -460,7 +468,7 @@ def test_loss_that_differentiates_inside_is_calibrated(optimizer):
 
     batches = [torch.rand(32, 1).requires_grad_() for _ in range(24)]
     cal = calibrate(net, residual, batches, optimizer=optimizer, schedule="warmup-decay")
-    assert cal.arms[0].gain > 0
+    assert cal.trials[0].gain > 0
     assert all(x.grad is None for x in batches)
 
 
@@ -492,4 +500,4 @@ def test_answer_is_printed_in_at_most_eight_lines():
     assert len(str(cal).splitlines()) <= 8
     assert f"(and {len(cal.warnings) - 1} more)" in str(cal)
     assert all(note.text in cal.details() for note in cal.warnings)
-    assert all(f"{arm.lr:<9.3g}" in cal.details() for arm in cal.arms)
+    assert all(f"{trial.lr:<9.3g}" in cal.details() for trial in cal.trials)

@@ -27,7 +27,7 @@ def found(model, batches, optimizer):
         cal.grad_norm,
         cal.num_gradients,
         sure,
-        *(arm.gain for arm in cal.arms),
+        *(trial.gain for trial in cal.trials),
     ]
 
 

@@ -425,6 +425,6 @@ def test_two_processes_measure_and_calibrate_together(tmp_path):
         assert answers[0] == answers[1]
         assert float(answers[0][0]) == pytest.approx(alone.lr, rel=1e-3)
         assert answers[0][1:] == [alone.confidence, str(alone.num_gradients)]
-        assert alone.arms[-1].gain > 10 * alone.arms[-1].error > 0
+        assert alone.trials[-1].gain > 10 * alone.trials[-1].error > 0
     for parts in (1, 2):
         check_rows_of_ranks(tmp_path / f"{parts}.jsonl", steps=[0, 2], batch_size=8 * parts)

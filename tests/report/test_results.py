@@ -64,21 +64,23 @@ def test_chart_has_every_trial_and_the_choice():
     cal = make_calibration()
     chart = calibration_chart(cal)
     trials, chosen = chart.series
-    assert trials.x.tolist() == [arm.lr for arm in cal.arms]
-    assert trials.y.tolist() == [arm.gain for arm in cal.arms]
-    assert np.subtract(*trials.band[::-1]).tolist() == pytest.approx([2 * arm.error for arm in cal.arms])
+    assert trials.x.tolist() == [trial.lr for trial in cal.trials]
+    assert trials.y.tolist() == [trial.gain for trial in cal.trials]
+    assert np.subtract(*trials.band[::-1]).tolist() == pytest.approx(
+        [2 * trial.error for trial in cal.trials]
+    )
     assert set(chosen.x) == {cal.lr}
     assert chart.x.log
 
 
 def test_broken_trials_are_left_out_and_longer_ones_have_their_line():
     cal = make_calibration()
-    broken = replace(cal.arms[-1], gain=-math.inf)
-    longer = tuple(replace(arm, num_steps=32) for arm in cal.arms)
-    odd = replace(cal, arms=(*cal.arms[:-1], broken, *longer))
+    broken = replace(cal.trials[-1], gain=-math.inf)
+    longer = tuple(replace(trial, num_steps=32) for trial in cal.trials)
+    odd = replace(cal, trials=(*cal.trials[:-1], broken, *longer))
     chart = calibration_chart(odd)
     assert [series.name for series in chart.series[:2]] == ["16 steps", "32 steps"]
-    assert len(chart.series[0].x) == len(cal.arms) - 1
+    assert len(chart.series[0].x) == len(cal.trials) - 1
     assert json.dumps(to_plotly(chart), allow_nan=False)
 
 

@@ -158,8 +158,8 @@ def calibrated(recipe: Recipe, job: dict[str, Any], model: nn.Module, shape: lis
         num_steps=recipe.task.steps, budget=LADDER_BUDGETS.get(job["method"]),
     )  # fmt: skip
     found.apply(*optimizers)
-    arms = [[arm.lr, arm.num_steps, arm.gain, arm.error] for arm in found.arms]
-    numbers = {"lr": found.lr, "max_norm": found.max_norm, "confidence": found.confidence, "arms": arms,
+    trials = [[trial.lr, trial.num_steps, trial.gain, trial.error] for trial in found.trials]
+    numbers = {"lr": found.lr, "max_norm": found.max_norm, "confidence": found.confidence, "trials": trials,
                "seconds": found.seconds, "warnings": [note.kind for note in found.warnings]}  # fmt: skip
     return Prepared(optimizers, shape, found.num_gradients, numbers)
 

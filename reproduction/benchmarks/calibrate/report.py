@@ -23,7 +23,7 @@ from reproduction.benchmarks.calibrate.run import Job, loss_of, read
 from reproduction.benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, is_alive
 
 from curvestep.calibration import pilots
-from curvestep.calibration.calibration_words import confidence as confidence_of, of_arms
+from curvestep.calibration.calibration_words import confidence as confidence_of, of_trials
 from curvestep.optimizer_family import Family
 
 WITHIN = 0.05  # regret that counts as found
@@ -127,10 +127,14 @@ FAMILIES = {"adamw": Family.ADAM, "momentum": Family.MOMENTUM, "plain": Family.S
 def said(row: Job) -> str:
     """The confidence of an answer by today's gauge, from its trials."""
     names = ("lr", "num_steps", "gain", "error")
-    arms = pilots.longest([pilots.Arm(**dict(zip(names, arm, strict=True))) for arm in row["found"]["arms"]])
+    trials = pilots.longest(
+        [pilots.Trial(**dict(zip(names, trial, strict=True))) for trial in row["found"]["trials"]]
+    )
     schedule = SCHEDULE[row["kind"]]
-    _, doubts = pilots.read(arms, schedule, scale=row["found"]["lr"])  # no answer of a constant rate is sure
-    return confidence_of(FAMILIES[row["kind"]], schedule, of_arms(doubts, arms))
+    _, doubts = pilots.read(
+        trials, schedule, scale=row["found"]["lr"]
+    )  # no answer of a constant rate is sure
+    return confidence_of(FAMILIES[row["kind"]], schedule, of_trials(doubts, trials))
 
 
 def confidence(rows: list[Job], tasks: list[str]) -> list[str]:

@@ -90,7 +90,7 @@ Job = dict[str, Any]
 
 def constants() -> dict[str, Any]:
     """The numbers of the rule that this benchmark judges."""
-    names = ("NUM_STEPS", "NUM_JUDGES", "MOST_ARMS", "SUFFICIENT", "NEARLY", "FACTOR",
+    names = ("NUM_STEPS", "NUM_JUDGES", "MOST_TRIALS", "SUFFICIENT", "NEARLY", "FACTOR",
              "LONG_STEPS", "LONG_FACTOR", "CLEAR", "BLIND", "ADAM_SCALE", "ADAM_MAX_NORM")  # fmt: skip
     known = {**vars(pilots), **vars(search)}
     return {**{name: known[name] for name in names}, "CLIP_AT": list(search.CLIP_AT)}

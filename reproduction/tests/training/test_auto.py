@@ -74,8 +74,10 @@ def test_only_the_named_fields_are_measured_and_kept_in_the_folder(tmp_path):
 
 def test_broken_trials_and_warnings_survive_the_file(tmp_path, measured):
     _, cal = measured
-    broken = replace(cal.arms[0], gain=-math.inf)
-    odd = replace(cal, arms=(broken, *cal.arms[1:]), max_norm=math.inf, warnings=(Note("edge", "beyond"),))
+    broken = replace(cal.trials[0], gain=-math.inf)
+    odd = replace(
+        cal, trials=(broken, *cal.trials[1:]), max_norm=math.inf, warnings=(Note("edge", "beyond"),)
+    )
     write_calibration(tmp_path, odd)
     assert read_calibration(tmp_path) == odd
 
@@ -100,6 +102,13 @@ def test_folder_without_a_calibration_has_none_and_a_foreign_file_is_refused(tmp
     (tmp_path / CALIBRATION).write_text("{}")
     with pytest.raises(ValueError, match=r"calibration\.json is not a calibration of this version"):
         read_calibration(tmp_path)
+
+
+def test_calibration_of_an_older_version_has_its_trials_under_another_name(tmp_path, measured):
+    _, cal = measured
+    path = write_calibration(tmp_path, cal)
+    path.write_text(path.read_text().replace('"trials"', '"arms"'))
+    assert read_calibration(tmp_path) == cal
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from curvestep.calibration.bracket import Gradients, step_along_gradient
 from curvestep.calibration.loaders import Batch, Supply, check_batches, unmoved
 from curvestep.calibration.lr_schedules import check_schedule, peak_lr, shares_of_parameters
 from curvestep.calibration.method import Method, method_of
-from curvestep.calibration.pilots import LONG, MOST_ARMS, NUM_JUDGES, SHORT
+from curvestep.calibration.pilots import LONG, MOST_TRIALS, NUM_JUDGES, SHORT
 from curvestep.calibration.result import Calibration
 from curvestep.checks import check_count, check_positive
 from curvestep.optimizer_family import Family
@@ -86,7 +86,7 @@ def calibrate(
         >>> batches = [torch.randn(8, 2) for _ in range(24)]
         >>> loss = lambda x: (model(x) - x.sum(1, keepdim=True)).square().mean()
         >>> cal = calibrate(model, loss, batches, optimizer="AdamW", schedule="warmup-decay")
-        >>> cal.max_norm, len(cal.arms), cal.num_gradients
+        >>> cal.max_norm, len(cal.trials), cal.num_gradients
         (1.0, 5, 82)
     """
     trainable_parameters(model)  # refuses what is no model, and a lazy one
@@ -100,7 +100,7 @@ def calibrate(
     method = method_of(optimizer, model, momentum=momentum, weight_decay=weight_decay)
     rule = LONG if method.family.is_descent and schedule == "warmup-decay" else SHORT
     gradients, may_double = budget_of(budget, num_steps, rule.num_steps), budget is None and rule is SHORT
-    most = min(MOST_ARMS, gradients // rule.num_steps)
+    most = min(MOST_TRIALS, gradients // rule.num_steps)
     turns = gradients // (most * rule.num_steps)
     given = method.max_norm
     if max_norm is not None:  # what clips less does nothing
@@ -125,10 +125,10 @@ def calibrate(
             center = scale / 2 if schedule == "constant" else scale * 2
             trials = pilots.Pilots(passes, method, schedule, threshold, center, show)
             tried = trials.tried(supply, rule, turns, most, may_double=may_double)
-    arms = pilots.longest(tried)
-    lr, doubts = pilots.read(arms, schedule, scale)
+    trials = pilots.longest(tried)
+    lr, doubts = pilots.read(trials, schedule, scale)
     start = words.of_start(passes, method, grad_norm, num_idle, batches, len(supply.known))
-    warnings = (*start, *words.of_arms(doubts, arms))  # the first is printed
+    warnings = (*start, *words.of_trials(doubts, trials))  # the first is printed
     return Calibration(
         optimizer=method.name,
         family=method.family,
@@ -138,7 +138,7 @@ def calibrate(
         max_norm=threshold,
         schedule=schedule,
         confidence=words.confidence(method.family, schedule, warnings),
-        arms=tuple(tried),
+        trials=tuple(tried),
         loss=loss,
         grad_norm=grad_norm,
         num_gradients=passes.num_gradients,
@@ -149,10 +149,10 @@ def calibrate(
 
 
 def budget_of(budget: float | None, num_steps: int | None, length: int) -> int:
-    """Gradients of one search by arms of this length."""
+    """Gradients of one search by trials of this length."""
     run = 0 if num_steps is None else check_count("num_steps", num_steps)
     if budget is None:
-        return max(MOST_ARMS * length, run // 20)
+        return max(MOST_TRIALS * length, run // 20)
     gradients = check_positive("budget", budget)
     if gradients < 1:
         gradients *= run

@@ -10,7 +10,7 @@ import torch
 
 from curvestep.calibration.loaders import Batch
 from curvestep.calibration.method import Method
-from curvestep.calibration.pilots import FIRST_OCTAVES, NUM_JUDGES, RULES, SUFFICIENT, Arm
+from curvestep.calibration.pilots import FIRST_OCTAVES, NUM_JUDGES, RULES, SUFFICIENT, Trial
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family
 from curvestep.smoothness.observer import differs_in_eval
@@ -77,7 +77,7 @@ def trust(found: Calibration) -> str:
 
 def choice(found: Calibration) -> str:
     """How lr was read from the trials."""
-    rule = RULES[found.last_arms[0].num_steps]
+    rule = RULES[found.last_trials[0].num_steps]
     enough = f"the smallest lr with {SUFFICIENT:.0%} of the best fall"
     if found.confidence == "cannot tell":
         return "half of the lowest lr tried"
@@ -90,8 +90,8 @@ def choice(found: Calibration) -> str:
 
 def lines(found: Calibration) -> list[str]:
     """The answer in at most eight lines."""
-    arms = found.last_arms
-    pairs = [(f"{arm.lr:.2g}", _gain(arm.gain)) for arm in arms]
+    trials = found.last_trials
+    pairs = [(f"{trial.lr:.2g}", _gain(trial.gain)) for trial in trials]
     widths = [max(map(len, pair)) for pair in pairs]
     rates, gains = ("  ".join(map(str.rjust, row, widths)) for row in zip(*pairs, strict=True))
     others = len(found.warnings) - 1
@@ -100,7 +100,7 @@ def lines(found: Calibration) -> list[str]:
     return [
         headline(found),
         f"  tried lr  {rates}",
-        f"  loss fell {gains}   on other batches, in {arms[0].num_steps} steps",
+        f"  loss fell {gains}   on other batches, in {trials[0].num_steps} steps",
         f"  choice    {choice(found)}",
         f"  trust     {trust(found)}",
         f"  to check  lr {found.lr / 2:.2g} and {found.lr * 2:.2g}, with two runs to spare",
@@ -114,8 +114,8 @@ def details(found: Calibration) -> list[str]:
     return [
         headline(found),
         f"  start     loss {found.loss:.4g}, gradient norm {found.grad_norm:.3g}",
-        *(f"  trial     lr {arm.lr:<9.3g} {arm.num_steps} steps: the loss fell by {_gain(arm.gain)} "
-          f"(standard error {arm.error:.2g})" for arm in found.arms),
+        *(f"  trial     lr {trial.lr:<9.3g} {trial.num_steps} steps: the loss fell by {_gain(trial.gain)} "
+          f"(standard error {trial.error:.2g})" for trial in found.trials),
         f"  trust     {trust(found)}",
         *(f"  warning   {note}" for note in found.warnings),
         f"{found.num_gradients} gradients, {found.seconds:.1f} s.",
@@ -150,9 +150,9 @@ def other_schedule(found: Calibration) -> str:
     return f'{what}. Calibrate with schedule="warmup-decay".'
 
 
-def of_arms(doubts: Iterable[str], arms: Sequence[Arm]) -> list[Note]:
+def of_trials(doubts: Iterable[str], trials: Sequence[Trial]) -> list[Note]:
     """Doubts that the trials leave, by their kinds."""
-    ends = f"{arms[0].lr:.2g} to {arms[-1].lr:.2g}"
+    ends = f"{trials[0].lr:.2g} to {trials[-1].lr:.2g}"
     return [Note(kind, DOUBTS[kind].format(ends=ends)) for kind in doubts]
 
 

@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 from curvestep.calibration import calibration_words as words
 from curvestep.calibration.lr_schedules import is_below_peak, set_peak
-from curvestep.calibration.pilots import Arm, longest
+from curvestep.calibration.pilots import Trial, longest
 from curvestep.files import dump_json, load_json, write_atomically
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family, family_of, momenta, threshold_of
@@ -34,7 +34,7 @@ class Calibration:
         max_norm: Gradient norm at which the trials clipped, and training should.
         threshold: What the optimizer calls it: of NormalizedSGD ``offset``.
         confidence: ``"high"``, ``"medium"``, or ``"cannot tell"``: ``lr`` is then only a safe value.
-        arms: Every trial: ``lr``, ``num_steps``, ``gain``, ``error``; those of a search ascending in ``lr``.
+        trials: Each with ``lr``, ``num_steps``, ``gain``, ``error``; those of a search ascending in ``lr``.
         loss: At the start, as ``grad_norm`` is.
         num_gradients: The price, and ``seconds``.
         warnings: What to know before relying on the numbers, each with its ``kind``.
@@ -48,7 +48,7 @@ class Calibration:
     max_norm: float
     schedule: str
     confidence: str
-    arms: tuple[Arm, ...]
+    trials: tuple[Trial, ...]
     loss: float
     grad_norm: float
     num_gradients: int
@@ -58,9 +58,9 @@ class Calibration:
     threshold: str = "max_norm"
 
     @property
-    def last_arms(self) -> tuple[Arm, ...]:
+    def last_trials(self) -> tuple[Trial, ...]:
         """The trials that ``lr`` was read from: the longest, ascending in ``lr``."""
-        return tuple(longest(self.arms))
+        return tuple(longest(self.trials))
 
     def __str__(self) -> str:
         return "\n".join(words.lines(self))
@@ -73,7 +73,7 @@ class Calibration:
         return "\n".join(words.details(self))
 
     def _repr_html_(self) -> str:
-        rows = [(f"{arm.lr:.3g}", f"{arm.gain:.4g}", f"{arm.error:.2g}") for arm in self.last_arms]
+        rows = [(f"{trial.lr:.3g}", f"{trial.gain:.4g}", f"{trial.error:.2g}") for trial in self.last_trials]
         notes = (words.trust(self), *map(str, self.warnings))
         return html_table(words.headline(self), [("lr", "gain", "standard error"), *rows], notes)
 
@@ -141,9 +141,11 @@ def read_calibration(folder: str | Path) -> Calibration | None:
         values = load_json(path.read_text(encoding="utf-8"))
         if values["family"] == "normalized":  # of an older version
             values["threshold"] = "offset"
+        if "arms" in values:  # of an older version
+            values["trials"] = values.pop("arms")
         family = Family(values.pop("family"))
-        arms = tuple(Arm(**arm) for arm in values.pop("arms"))
+        trials = tuple(Trial(**trial) for trial in values.pop("trials"))
         notes = tuple(Note(**note) for note in values.pop("warnings"))
-        return Calibration(**values, family=family, arms=arms, warnings=notes)
+        return Calibration(**values, family=family, trials=trials, warnings=notes)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a calibration of this version: {error}") from None

@@ -270,10 +270,10 @@ def calibration(view: RunView) -> str:
     """Gains of the trials, and the setting that follows."""
     result = view.calibration
     assert result is not None
-    arms = result.last_arms
-    best = max(arms, key=lambda arm: arm.gain)
+    trials = result.last_trials
+    best = max(trials, key=lambda trial: trial.gain)
     return (
-        f"{len(arms)} trials of {arms[0].num_steps} steps ran before training and took "
+        f"{len(trials)} trials of {trials[0].num_steps} steps ran before training and took "
         f"{result.num_gradients} gradients in all. The loss of other batches fell most, "
         f"by {best.gain:.3g}, at lr {best.lr:.3g}. The choice is lr {result.lr:.3g}; confidence: "
         f"{result.confidence}."

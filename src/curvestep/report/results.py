@@ -205,7 +205,7 @@ def fit_charts(fit: SmoothnessFit) -> list[Chart]:
 
 def calibration(result: Calibration) -> Chart:
     """The gain of each trial against its learning rate, one line per length, and the choice."""
-    table = np.array([(arm.num_steps, arm.lr, arm.gain, arm.error) for arm in result.arms])
+    table = np.array([(trial.num_steps, trial.lr, trial.gain, trial.error) for trial in result.trials])
     table = table[np.isfinite(table[:, 2])]
     series = []
     for number, length in enumerate(np.unique(table[:, 0])):
