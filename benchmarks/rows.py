@@ -55,7 +55,7 @@ def _row(step: int, loss: float, g: float, scatter: float, bend: float) -> dict[
         "secants": secants.tolist(),
         "grad_norms": (g * inside).tolist(),
         "kappa": float(secants[-1] * length / g),
-        "edge": float(0.05 * secants.max()),
+        "stability_margin": float(0.05 * secants.max()),
         "curvature": float(0.8 * secants[-1]),
         "cosine": float(1 - bend**2),
         "lr": 0.1,

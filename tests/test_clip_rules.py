@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip
+from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip, clip_rules
 from curvestep.clip_rules import ClipRule, Window, ema, percentile, weight_ratio, zscore
 from curvestep.tensors.kernel import native
 from tests.models import reloaded
@@ -149,6 +149,12 @@ TORCH = {
     "AdamW": lambda params: torch.optim.AdamW(params, lr=0.01),
     "plain": lambda params: torch.optim.SGD(params, lr=0.05),
 }
+
+
+@every_rule
+def test_each_rule_is_found_by_its_published_name(rule):
+    published = PUBLISHED[rule.name].__name__.lower()
+    assert getattr(clip_rules, published)(**rule.parameters) == rule
 
 
 @pytest.mark.parametrize("how", HOW)

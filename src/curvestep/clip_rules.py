@@ -269,6 +269,12 @@ def weight_ratio(ratio: float = 0.01, *, eps: float = 1e-3) -> ClipRule:
 
 RULES = (percentile, zscore, ema, weight_ratio)
 
+# The same rules under the names of their papers.
+autoclip = percentile
+zclip = zscore
+adagc = ema
+agc = weight_ratio
+
 
 def choose(condition: bool | np.ndarray[Any, Any], yes: FloatOrArray, no: FloatOrArray) -> FloatOrArray:
     """``yes`` where the condition holds, else ``no``: numbers, or arrays of them."""

@@ -91,7 +91,7 @@ def test_tensorboard_gets_every_row(tmp_path):
     events.Reload()
     tags = events.Tags()["scalars"]
     assert {tag.split("/")[0] for tag in tags} == {"curvestep"}
-    for name in ("grad_norm", "smoothness", "edge", "clipped_fraction"):
+    for name in ("grad_norm", "smoothness", "stability_margin", "clipped_fraction"):
         assert f"curvestep/{name}" in tags
     found = events.Scalars("curvestep/smoothness")
     assert [event.step for event in found] == trace.column("step").tolist()

@@ -24,7 +24,7 @@ def coloured(value):
 
 def test_every_kind_of_chart_is_there(charts):
     kinds = {chart.kind.partition("-")[0] for chart in charts}
-    assert kinds == {"scatter", "norm", "loss", "edge", "layers", "comparison", "calibration"}
+    assert kinds == {"scatter", "norm", "loss", "stability_margin", "layers", "comparison", "calibration"}
     assert all(len(chart.words) > 30 and chart.title for chart in charts)
 
 

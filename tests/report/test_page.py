@@ -205,7 +205,7 @@ def test_the_best_run_shows_its_charts_in_a_row_and_all_else_is_folded(single, t
     for text, number, folded in ((single[1].path.read_text(), 0, 1), (page.path.read_text(), best, 2)):
         assert text.count('<details class="run">') == folded
         top = text[: text.index('<section id="runs"')]
-        for kind in ("norm", "edge", "scatter"):
+        for kind in ("norm", "stability_margin", "scatter"):
             assert text.count(f'id="run-{number}-{kind}"') == top.count(f'id="run-{number}-{kind}"') == 1
 
 

@@ -256,7 +256,7 @@ def test_on_a_phone_nothing_sticks_out_in_either_scheme_and_no_tick_repeats(chro
     assert opened.layout("run-0-scatter")["template"]["layout"]["font"]["color"] == (
         "#1b1f24" if scheme == "light" else "#e6edf3"
     )
-    for chart in ("run-0-scatter", "run-0-norm", "run-0-edge"):
+    for chart in ("run-0-scatter", "run-0-norm", "run-0-stability_margin"):
         for axis in "xy":
             ticks = opened.tab.locator(f"#{chart} .{axis}tick text").all_text_contents()
             assert 2 <= len(set(ticks)) == len(ticks) <= 12, (chart, axis, ticks)

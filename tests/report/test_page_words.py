@@ -101,5 +101,5 @@ def test_the_caption_of_the_edge_counts_the_steps_above_it():
     measured = dict.fromkeys(("lr", "grad_norm", "step_norm"), np.ones(4))
     measured |= {"smoothness": np.array([1.0, 3.0, 4.0, 6.0]), "step": np.arange(4.0)}
     view = RunView(name="run", setting="lr 1", measured=measured)
-    numbers = re.findall(r"\d+(?:\.\d+)?", page_words.edge(view))
+    numbers = re.findall(r"\d+(?:\.\d+)?", page_words.stability_margin(view))
     assert numbers == ["1.75", "0.5", "3", "75", "1", "2"]  # median, ends, share in per cent, above 1, of 2

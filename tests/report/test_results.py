@@ -91,22 +91,22 @@ def test_a_plot_shows_what_the_page_shows(folder, shown):
     for ours, theirs in zip(scatter.series, page["scatter"].series, strict=True):
         assert ours.name == theirs.name
         np.testing.assert_array_equal(ours.y, theirs.y)
-    edge = results.trace_charts(shown["trace"])[-1]
-    np.testing.assert_array_equal(edge.series[0].y, page["edge"].series[0].y)
+    margin = results.trace_charts(shown["trace"])[-1]
+    np.testing.assert_array_equal(margin.series[0].y, page["stability_margin"].series[0].y)
 
 
 @pytest.mark.parametrize(
-    ("limit", "name", "edges"), [(2.0, "lr·sharpness/2", [0.3, 0.6]), (38.0, "lr·sharpness/38", [1, 2])]
+    ("limit", "name", "margins"), [(2.0, "lr·sharpness/2", [0.3, 0.6]), (38.0, "lr·sharpness/38", [1, 2])]
 )
-def test_the_edge_is_the_optimizers_own(limit, name, edges):
+def test_the_stability_margin_is_the_optimizers_own(limit, name, margins):
     with cs.Trace() as trace:
         for step in (0, 1):
             row = {"step": step, "lr": 0.1, "step_norm": 0.1, "grad_norm": 1.0, "optimizer_limit": limit}
             sharp = {"smoothness": 6.0 * (step + 1), "optimizer_smoothness": 380.0 * (step + 1)}
             trace.append(row | sharp)
-    chart = results.edge(results.columns_of(trace))
+    chart = results.stability_margin(results.columns_of(trace))
     assert chart.series[0].name == chart.y.label == name
-    np.testing.assert_allclose(chart.series[0].y, edges)
+    np.testing.assert_allclose(chart.series[0].y, margins)
     assert chart.series[-1].name == "edge of stability"
 
 

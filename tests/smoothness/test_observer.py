@@ -107,7 +107,7 @@ def test_lr_is_that_of_the_step_though_a_scheduler_steps_in_the_block():
             optimizer.step()
             schedule.step()
     assert probe.trace.column("lr").tolist() == [0.1, 0.05]
-    assert probe.trace[0]["edge"] == pytest.approx(0.1 * probe.trace[0]["smoothness"] / 2)
+    assert probe.trace[0]["stability_margin"] == pytest.approx(0.1 * probe.trace[0]["smoothness"] / 2)
 
 
 def test_gradient_that_the_optimizer_itself_unscales_counts_unscaled():

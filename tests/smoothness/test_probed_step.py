@@ -50,7 +50,7 @@ def test_row_of_a_quadratic_holds_the_numbers_computed_by_hand():
     assert row["kappa"] == pytest.approx((H @ d).norm().item() / g.norm().item())
     assert row["lr"] == 0.3
     assert row["coefficient"] == pytest.approx(min(1.0, 0.5 / g.norm().item()))
-    assert row["edge"] == pytest.approx(0.15 * L)
+    assert row["stability_margin"] == pytest.approx(0.15 * L)
     assert row["fractions"] == [0.5 / 3, 0.5, 1.0]
     assert row["secants"] == pytest.approx([L, L, L])
     assert row["grad_norms"] == pytest.approx([(H @ (x + f * d)).norm().item() for f in row["fractions"]])

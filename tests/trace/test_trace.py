@@ -103,6 +103,24 @@ def test_header_says_schema_versions_and_what_was_measured(tmp_path):
     assert Trace.load(tmp_path / "t.jsonl").header == header
 
 
+def test_rows_under_the_keys_of_before_are_read_and_resumed_under_those_of_today(path):
+    with Trace(path) as trace:
+        trace.append({"step": 0, "edge": 0.5, "loss": 2.0})
+        trace.append({"step": 1, "edge": "mine", "stability_margin": 0.75})  # then it is the caller's own
+    assert "edge" not in FIELDS
+    loaded = Trace.load(path)
+    with Trace(path) as resumed:
+        resumed.append({"step": 2, "stability_margin": 1.0})
+        for trace in (loaded, resumed, Trace.load(path)):
+            np.testing.assert_array_equal(trace.column("stability_margin")[:2], [0.5, 0.75])
+            assert trace[0]["stability_margin"] == 0.5
+            assert trace[0]["loss"] == 2.0
+            assert "edge" not in trace[0]
+            assert trace[1]["edge"] == "mine"
+        resumed.cut(2)
+    assert strict_lines(path)[1] == {"step": 0, "stability_margin": 0.5, "loss": 2.0}
+
+
 def test_a_damaged_row_is_named_by_its_line_among_blank_ones(path):
     with Trace(path) as trace:
         for step in range(2):

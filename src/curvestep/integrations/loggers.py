@@ -2,8 +2,8 @@
 
 ``probe.listen(cs.loggers.tensorboard(writer))`` and the others below.
 All write the same numbers, under names that are shown together: ``curvestep/grad_norm`` (before
-clipping), ``curvestep/clipped_fraction``, ``curvestep/smoothness``, ``curvestep/edge`` and the others below,
-at the step of the row.
+clipping), ``curvestep/clipped_fraction``, ``curvestep/smoothness``, ``curvestep/stability_margin`` and the
+others below, at the step of the row.
 """
 
 from __future__ import annotations

@@ -76,8 +76,8 @@ def _norm(view: RunView) -> Chart | None:
     return results.norm(view.rows, max_norm=view.max_norm)
 
 
-def _edge(view: RunView) -> Chart | None:
-    return results.edge(view.measured)
+def _stability_margin(view: RunView) -> Chart | None:
+    return results.stability_margin(view.measured)
 
 
 def _scatter(view: RunView) -> Chart | None:
@@ -114,7 +114,7 @@ def _calibration(view: RunView) -> Chart | None:
 CHARTS = (
     RunChart(_loss, page_words.loss, place="verdict"),
     RunChart(_norm, page_words.norm, place="row"),
-    RunChart(_edge, page_words.edge, place="row"),
+    RunChart(_stability_margin, page_words.stability_margin, place="row"),
     RunChart(_scatter, page_words.scatter, place="row"),
     RunChart(_within, page_words.within_chart),
     RunChart(_layers, page_words.layers),

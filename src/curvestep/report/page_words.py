@@ -228,16 +228,16 @@ def loss(view: RunView) -> str:
     return words
 
 
-def edge(view: RunView) -> str:
+def stability_margin(view: RunView) -> str:
     """How much of the run lies above the edge of stability."""
-    edges, limit = stability(view.measured)
-    edges = edges[np.isfinite(edges) & (edges > 0)]
-    if not len(edges):
+    margins, limit = stability(view.measured)
+    margins = margins[np.isfinite(margins) & (margins > 0)]
+    if not len(margins):
         return "There is no learning rate or no positive sharpness on record."
     metric = "" if limit == 2.0 else ", in the optimizer's metric: read it as a trend"
     return (
-        f"The stability margin is {np.median(edges):.3g} in the median and goes from {_range(edges)}; "
-        f"{np.mean(edges > 1):.0%} of the steps shown are above 1. "
+        f"The stability margin is {np.median(margins):.3g} in the median and goes from {_range(margins)}; "
+        f"{np.mean(margins > 1):.0%} of the steps shown are above 1. "
         f"It is lr times sharpness over {limit:.3g}{metric}."
     )
 

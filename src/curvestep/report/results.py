@@ -76,9 +76,14 @@ def common_threshold(clip_norm: np.ndarray) -> float:
 
 
 def trace_charts(trace: Trace) -> list[Chart]:
-    """Loss, gradient norm, smoothness against it, and the edge of stability, as far as they were measured."""
+    """Loss, gradient norm, smoothness against it, and the stability margin, as far as they were measured."""
     rows = columns_of(trace)
-    charts = [loss(rows), norm(rows, max_norm=common_threshold(rows["clip_norm"])), scatter(rows), edge(rows)]
+    charts = [
+        loss(rows),
+        norm(rows, max_norm=common_threshold(rows["clip_norm"])),
+        scatter(rows),
+        stability_margin(rows),
+    ]
     if not any(charts):
         raise ValueError(f"There is nothing to plot: none of the {len(trace)} rows was measured.")
     return [chart for chart in charts if chart is not None]
@@ -161,17 +166,17 @@ def stability(rows: Columns) -> tuple[np.ndarray, float]:
         return rows["lr"] * rows[column] / limit, limit
 
 
-def edge(rows: Columns) -> Chart | None:
+def stability_margin(rows: Columns) -> Chart | None:
     """lr·L/2 over the steps, or over another limit of the optimizer's: above 1 a step overshoots."""
     if not rows:
         return None
-    edges, limit = stability(rows)
-    if not np.isfinite(edges).any():
+    margins, limit = stability(rows)
+    if not np.isfinite(margins).any():
         return None
     name = f"lr·sharpness/{limit:.3g}"
     limit_line = level(rows["step"], 1.0, "edge of stability", colour=1)
-    series = (Series(name, rows["step"], edges), limit_line)
-    return Chart("edge", "Stability margin", Axis("iteration"), Axis(name, log=True), series)
+    series = (Series(name, rows["step"], margins), limit_line)
+    return Chart("stability_margin", "Stability margin", Axis("iteration"), Axis(name, log=True), series)
 
 
 def within(fit: SmoothnessFit) -> Chart | None:

@@ -116,12 +116,12 @@ def _cosine(product: float, one: float, other: float) -> float:
 
 
 def summary_part(row: Row) -> Row:
-    """Status and edge of a row, and its loss where only that after the step is known."""
+    """Status and stability margin of a row, and its loss where only that after the step is known."""
     measured = [row[name] for name in ESTIMATORS if row.get(name) is not None]
     status = OK if all(math.isfinite(value) for value in measured) else NONFINITE
     part: Row = {"status": status, "loss": row.get("loss", row.get("loss_after"))}
     if row["lr"] is not None:
-        part["edge"] = row["lr"] * row["smoothness"] / 2
+        part["stability_margin"] = row["lr"] * row["smoothness"] / 2
     return part
 
 

@@ -73,7 +73,9 @@ FIELDS = {
     "spectral_converged": Field("flag", "", "Whether Lanczos reached its tolerance."),
     "spectral_residual": Field("number", "1", "Residual of the eigenvector, relative to the eigenvalue."),
     "kappa": Field("number", "1", "‖g(x + γd) − g(x)‖/‖g(x)‖ at the largest γ.", logged=True),
-    "edge": Field("number", "1", "lr times `smoothness` over 2: 1 at the edge.", logged=True),
+    "stability_margin": Field(
+        "number", "1", "lr times `smoothness` over 2; above 1 steps overshoot.", logged=True
+    ),
     "curvature": Field("number", "loss/x²", "dᵀ(g(x + d) − g(x))/‖d‖², with its sign."),
     "cosine": Field("number", "1", "Cosine of the angle between the step and −g(x)."),
     "noise": Field("number", "loss/x", "‖g₁ − g₂‖/2 of the halves of the batch: standard deviation of g."),
@@ -107,6 +109,17 @@ FIELDS = {
     "status": Field("word", "", '"ok", "nonfinite", "zero-step" or "failed: …"; none counts as "ok".'),
     "layers": Field("group", "", "The same keys for each layer, by its name."),
 }
+
+RENAMED = {"edge": "stability_margin"}  # keys of rows that were written before, and their names of today
+
+
+def with_current_keys(row: Row) -> Row:
+    """A row from a file under the keys of today; the row itself where it has them."""
+    names = {old: new for old, new in RENAMED.items() if old in row and new not in row}
+    if not names:
+        return row
+    return {names.get(key, key): value for key, value in row.items()}
+
 
 # What the probe writes into the header. The lower half is known at the first measured step, and missing in
 # traces of before; a header may hold other keys, too.

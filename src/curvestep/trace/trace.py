@@ -26,7 +26,7 @@ from curvestep.checks import check_choice
 from curvestep.files import PackedRows, RowFile, dump_row, end_of_last_row, is_exact, load_row, read_lines
 from curvestep.report.markup import html_table
 from curvestep.trace.columns import CLIP_COLUMNS, clip_norms, columns_of, is_list
-from curvestep.trace.schema import FAILED, FIELDS, OK, Row
+from curvestep.trace.schema import FAILED, FIELDS, OK, Row, with_current_keys
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -181,7 +181,7 @@ class Trace:
         return html_table(repr(self)[1:-1], rows)
 
     def plot(self) -> Figure:
-        """Loss, gradient norm, smoothness and the edge of stability of the rows so far; needs matplotlib."""
+        """Loss, gradient norm, smoothness and the stability margin of the rows so far; needs matplotlib."""
         from curvestep.report.results import draw_charts, trace_charts
 
         return draw_charts(trace_charts(self))
@@ -292,7 +292,8 @@ class Trace:
     def _read(self, file: BinaryIO, path: Path) -> None:
         self.header = _read_header(file.readline(), path)
         for line, row in read_lines(file, path, first_line=2):
-            self._add(line, _step_of(row))
+            current = with_current_keys(row)
+            self._add(line if current is row else dump_row(current), _step_of(row))
 
     def _add(self, line: bytes, step: float) -> bool:
         """Append a row in memory; False if its step is there already."""
