@@ -8,7 +8,7 @@ import torch
 
 import curvestep as cs
 from curvestep.smoothness.probe import SmoothnessProbe
-from curvestep.trace.schema import ESTIMATORS, FIELDS, HEADER_FIELDS
+from curvestep.trace.schema import ESTIMATORS, FIELDS, HEADER_FIELDS, LAYER_CURVATURE
 from curvestep.trace.trace import Trace
 from tests.smoothness.loops import measured_sgd
 
@@ -22,7 +22,7 @@ def test_every_key_that_the_page_on_measuring_explains_is_in_the_schema():
 
 def test_the_probe_writes_no_key_that_the_schema_does_not_know():
     model = torch.nn.Linear(3, 2)
-    optimizer, probe = measured_sgd(model, lr=10.0, estimators=tuple(ESTIMATORS), layers=True)
+    optimizer, probe = measured_sgd(model, lr=10.0, estimators=(*ESTIMATORS, LAYER_CURVATURE), layers=True)
     x = torch.randn(6, 3)
     parts = [lambda: model(x).square().mean(), lambda: model(x[:3]).square().mean()]
     for _ in range(2):  # the second asks its batch where the run began, for the first overshot

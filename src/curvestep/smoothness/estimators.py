@@ -28,7 +28,7 @@ from curvestep.checks import check_choice, check_count, check_positive
 from curvestep.smoothness.schedule import check_fractions
 from curvestep.tensors.distributed import whole
 from curvestep.tensors.vectors import difference, global_norm, precision
-from curvestep.trace.schema import ESTIMATORS
+from curvestep.trace.schema import ESTIMATORS, LAYER_CURVATURE
 
 Point = Tensor | Sequence[Tensor]
 Gradient = Callable[[Any], Any]
@@ -270,7 +270,7 @@ def check_estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int
     if periods["smoothness"] != 1:
         raise ValueError('`estimators["smoothness"]` must be 1: every row has it. Set `every` instead.')
     for name, period in periods.items():
-        check_choice("estimators", name, tuple(ESTIMATORS))
+        check_choice("estimators", name, (*ESTIMATORS, LAYER_CURVATURE))
         check_count(f"estimators[{name!r}]", period)
     return periods
 

@@ -18,7 +18,7 @@ from curvestep.smoothness.geometry import ChangeInMetric, Geometry
 from curvestep.smoothness.replay import Gradients, Replay, Visitor
 from curvestep.tensors.distributed import over_ranks
 from curvestep.tensors.vectors import change, difference, dot_of_changes, global_norm
-from curvestep.trace.schema import ESTIMATORS, NONFINITE, OK, Row
+from curvestep.trace.schema import ESTIMATORS, LAYER_CURVATURE, NONFINITE, OK, Row
 
 LOCAL_TOLERANCE = 0.1  # relative change of a Hessian product when the difference step is halved
 
@@ -233,8 +233,28 @@ def spectral_part(segment: Segment, replay: Replay) -> Row:
     }
 
 
+def layer_curvature_part(segment: Segment, replay: Replay) -> Row:
+    """The curvature within layers, from one gradient for each layer that moved, where it alone has moved."""
+    x = segment.start.point
+    d = [p.detach() - s for p, s in zip(replay.parameters, x, strict=True)]
+    total = 0.0
+    for name, indices in segment.groups.items():
+        layer = segment.layers[name]
+        length = layer["step_norm"]
+        if not length:
+            continue
+        replay.move([d[i] if i in indices else None for i in range(len(d))], 1.0, origin=x)
+        along = SlopeAlong(replay.parameters, x)
+        replay.change(segment.start.gradients, [along])
+        layer[LAYER_CURVATURE] = along.total / length / length
+        total += along.total
+    replay.return_home()
+    return {LAYER_CURVATURE: total / segment.step_norm / segment.step_norm}
+
+
 # How the estimators of the schema measure at the start of a step; the paper's is measured along it.
 PARTS_AT_START: dict[str, Callable[[Segment, Replay], Row]] = {
+    LAYER_CURVATURE: layer_curvature_part,
     "local_smoothness": local_part,
     "spectral_smoothness": spectral_part,
 }

@@ -43,7 +43,7 @@ from curvestep.smoothness.schedule import Schedule, check_fractions
 from curvestep.smoothness.snapshot import PassState, restore_on_exit
 from curvestep.smoothness.surroundings import Surroundings
 from curvestep.tensors.distributed import any_rank, from_rank_zero, is_writer, over_ranks, spans_ranks
-from curvestep.trace.schema import Row
+from curvestep.trace.schema import LAYER_CURVATURE, Row
 from curvestep.trace.trace import Trace
 
 _CONTINUES = "Training continues; further failures are only recorded in the trace."
@@ -79,8 +79,9 @@ class SmoothnessProbe:
             Memory beyond training's: twice the parameters and once the largest of them, however many
             fractions; under DDP and FSDP2 three times the parameters.
         estimators: What to measure beside the paper's ``"smoothness"``, which is in every row:
-            ``"local_smoothness"`` (four more gradients, and up to four more copies of the parameters) and
-            ``"spectral_smoothness"`` (dozens to hundreds of gradients). A mapping
+            ``"local_smoothness"`` (four more gradients, and up to four more copies of the parameters),
+            ``"spectral_smoothness"`` (dozens to hundreds of gradients) and ``"layer_curvature"``, how much of
+            the curvature along the step lies within layers (one gradient for each layer). A mapping
             ``{"local_smoothness": 1, "spectral_smoothness": 50}`` takes each at every n-th measurement only.
         oracle: Measure on this fixed set of batches instead of the training batch; costs one more gradient.
         trace: File that the rows go to; None for memory.
@@ -89,7 +90,8 @@ class SmoothnessProbe:
             prints its name; ``"new"`` does that in any case, ``"overwrite"`` starts it again.
         max_overhead: Gradients for measuring over those for training, such as 0.05, after the first ten rows.
             Counted, not timed: rows do not depend on the machine. Never more often than ``every``.
-        layers: Also measure smoothness and norms of each layer: the parameters of one module.
+        layers: Also measure smoothness and norms of each layer: the parameters of one module. On with
+            ``"layer_curvature"``.
         on_error: ``"mark"`` notes a failed measurement in its row and goes on, ``"raise"`` stops after the
             step, ``"off"`` warns once and measures nothing more. The step itself is always untouched.
         backward: What replays call instead of ``loss.backward()``, such as ``fabric.backward`` or, for
@@ -122,6 +124,7 @@ class SmoothnessProbe:
         if num_steps is not None:
             check_count("num_steps", num_steps)
         self.on_error = check_choice("on_error", on_error, ("mark", "raise", "off"))
+        chosen = check_estimators(estimators)
         replay = Replay(model, no_closure)
         remember_names(model)
         self.model = model
@@ -133,10 +136,10 @@ class SmoothnessProbe:
             parameters=replay.parameters,
             replay=replay,
             fractions=fractions,
-            estimators=check_estimators(estimators),
+            estimators=chosen,
             oracle=self.oracle,
             backward=backward,
-            groups=layer_groups(model, self.parameters) if layers else {},
+            groups=layer_groups(model, self.parameters) if layers or LAYER_CURVATURE in chosen else {},
         )
         self.schedule = Schedule(every=every, max_overhead=max_overhead)
         self.trace = self._new_trace(trace, if_exists)

@@ -22,6 +22,9 @@ ESTIMATORS = {
     "spectral_smoothness": Estimator("spectral_converged", "they are only lower bounds"),
 }
 
+# What a probe may be asked for beside them; a fit does not read it.
+LAYER_CURVATURE = "layer_curvature"
+
 LEAST_ROWS = 10  # measured ones that a fit or an advice needs; the probe measures them whatever they cost
 
 OK = "ok"
@@ -77,6 +80,9 @@ FIELDS = {
         "number", "1", "lr times `smoothness` over 2; above 1 steps overshoot.", logged=True
     ),
     "curvature": Field("number", "loss/x²", "dᵀ(g(x + d) − g(x))/‖d‖², with its sign."),
+    LAYER_CURVATURE: Field(
+        "number", "loss/x²", "Part of `curvature` within layers: each is moved alone. Of a layer: its own."
+    ),
     "cosine": Field("number", "1", "Cosine of the angle between the step and −g(x)."),
     "noise": Field("number", "loss/x", "‖g₁ − g₂‖/2 of the halves of the batch: standard deviation of g."),
     "grad_variance": Field("number", "(loss/x)²", "tr Σ of one sample: `batch_size` times `noise` squared."),
