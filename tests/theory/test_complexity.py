@@ -225,20 +225,6 @@ def test_limits_of_the_complexity_hold_as_often_as_they_say(shape):
     assert too_low <= 0.05
 
 
-def test_limits_without_crossed_corrections_would_fail():
-    # The limits of each cell by itself, at one side's 2.5 %.
-    rng = np.random.default_rng(0)
-    too_high = 0
-    too_low = 0
-    for _ in range(200):
-        hits = heavy_tailed(rng, (40, 31), median=40, censored=400)
-        cells = [complexity_limits(row[None, None], max_steps=400) for row in hits]
-        too_high += max(cell.low for cell in cells) > 40
-        too_low += min(cell.high for cell in cells) < 40
-    assert too_high > 60
-    assert too_low > 40
-
-
 def test_limits_are_order_statistics_by_hand():
     times = np.arange(1.0, 12.0)  # eleven runs: P(Bin(11, ½) < 2) = 0.006, < 3 = 0.033
     found = complexity_limits(times[None, None], max_steps=100, confidence=0.95)

@@ -155,14 +155,6 @@ def test_normalized_over_clipped_step_is_between_one_half_and_one(g, lr, max_nor
     assert sharp.upper == 1
 
 
-def test_skewed_noise_biases_normalizing_where_it_spares_clipping():
-    # At the minimum of x²/2, noise −1 with probability 0.9 and +9 with 0.1: the mean step.
-    g = np.array([-1.0, 9.0])
-    rules = ClippedStep(lr=1.0, max_norm=10.0), NormalizedStep(lr=10.0, offset=10.0)
-    means = [([0.9, 0.1] * rule.at_norm(np.abs(g)) * g).sum() for rule in rules]
-    assert means == pytest.approx([0.0, 0.9 / 1.9 - 9 / 11])
-
-
 def test_normalized_gd_sharp_is_the_smooth_clip():
     numbers = dict(L0=1.3, L1=2.0, gap=1.0, eps=0.1)
     assert normalized_gd(**numbers, version="sharp").bound == pytest.approx(2 * (1.3 / 0.01 + 2 / 0.1))
