@@ -7,8 +7,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from curvestep.fit import diagnostics
 from curvestep.fit.fit import fit_smoothness
@@ -133,41 +131,6 @@ def test_noise_in_the_gradient_norm_is_named_where_it_was_measured():
     assert diagnostics.noisy_norms(usable_samples(make_trace(g, ell, noise=0.5 * g))) is not None
     assert diagnostics.noisy_norms(usable_samples(make_trace(g, ell, noise=0.1 * g))) is None
     assert diagnostics.noisy_norms(usable_samples(make_trace(g, ell))) is None
-
-
-def network_trace(activation, *, lr, rows=100):
-    """SGD on a small network, with the secants at half the step and at its end, in float64."""
-    torch.manual_seed(0)
-    layers = nn.Linear(10, 64), activation(), nn.Linear(64, 64), activation(), nn.Linear(64, 1)
-    model = nn.Sequential(*layers).double()
-    inputs = torch.randn(512, 10, dtype=torch.float64)
-    targets = torch.sin(inputs.sum(1, keepdim=True))
-    params = list(model.parameters())
-
-    def gradient(chosen):
-        loss = ((model(inputs[chosen]) - targets[chosen]) ** 2).mean()
-        return torch.cat([grad.flatten() for grad in torch.autograd.grad(loss, params)])
-
-    columns = {name: [] for name in ("g", "ell", "step_norm", "kappa", "secants", "grad_norms")}
-    for _ in range(rows):
-        chosen = torch.randint(0, 512, (64,))
-        start = nn.utils.parameters_to_vector(params).detach()
-        g, secants, norms = gradient(chosen), [], []
-        for fraction in (0.5, 1.0):
-            nn.utils.vector_to_parameters(start - fraction * lr * g, params)
-            end = gradient(chosen)
-            secants.append(float((end - g).norm() / (fraction * lr * g.norm())))
-            norms.append(float(end.norm()))
-        values = (float(g.norm()), max(secants), lr * float(g.norm()), lr * secants[-1], secants, norms)
-        for column, value in zip(columns.values(), values, strict=True):
-            column.append(value)
-    header = {"fractions": [0.5, 1.0], "dtype": "float64"}
-    return make_trace(columns.pop("g"), columns.pop("ell"), lr=lr, header=header, **columns)
-
-
-def test_kinks_of_a_relu_network_are_named_and_a_smooth_one_has_none():
-    assert diagnostics.kinks(usable_samples(network_trace(nn.ReLU, lr=1e-3))) is not None
-    assert diagnostics.kinks(usable_samples(network_trace(nn.GELU, lr=1e-3))) is None
 
 
 @pytest.mark.parametrize("check", ["time_as_cause", "kinks", "noisy_norms", "uneven_spread"])

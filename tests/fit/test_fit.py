@@ -161,14 +161,6 @@ def test_details_and_html_show_numbers_and_escape_words():
     assert "<script>" in page.find(".//li").text
 
 
-@pytest.mark.slow
-def test_long_runs_are_fitted_in_seconds():
-    g, ell = simulated(np.random.default_rng(0), num=300)
-    long = fit_smoothness(make_trace(np.tile(g, 20), np.tile(ell, 20)), control=False)
-    assert long.num_points == 6000
-    assert long.L1 == pytest.approx(fit_smoothness(make_trace(g, ell), control=False).L1, rel=1e-6)
-
-
 @pytest.mark.parametrize("classify", [True, False])
 def test_a_probed_run_decides_inside_its_steps(classify):
     """Logistic regression has a Hessian that falls with the gradient; linear regression a constant one."""

@@ -12,7 +12,7 @@ from scipy import stats
 
 from curvestep.fit import within
 from curvestep.fit.fit import fit_smoothness
-from curvestep.fit.within import BLOCK, LEAST_ROWS, MOST_KAPPA, Within, mean_norms, within_steps
+from curvestep.fit.within import BLOCK, LEAST_ROWS, MOST_KAPPA, Within, within_steps
 from curvestep.trace.trace import Trace
 from tests.fit.traces import autoregression
 
@@ -298,11 +298,6 @@ def test_size_is_unknown_where_the_interval_is_wide():
     assert not noisy.size_known
     assert "unknown size" in str(noisy)
     assert not Within(level=0.9).size_known
-
-
-def test_mean_norm_of_a_line_is_its_middle():
-    norms = mean_norms(np.array([1.0]), np.array([[0.9, 0.5, 0.0]]), np.array([0.1, 0.5, 1.0]))
-    np.testing.assert_allclose(norms, [[0.95, 0.75, 0.5]])
 
 
 def test_rounding_of_single_precision_on_a_constant_hessian_is_no_evidence():
