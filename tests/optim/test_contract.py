@@ -93,14 +93,6 @@ def test_parameters_without_gradient_stay_and_do_not_count(make):
     assert opt.clip_stats()["grad_norm"] == pytest.approx(a.grad.norm().item())
 
 
-@every_optimizer
-def test_no_gradient_at_all_is_no_step(make):
-    p = nn.Parameter(torch.ones(2))
-    opt = make([p])
-    opt.step()
-    assert opt.clip_stats()["steps"] == 0
-
-
 @every_optimizer_in_every_mode
 @pytest.mark.parametrize("world", ["without_native", "on_device", "with_all"])
 def test_a_graph_from_before_the_step_is_stale(make, mode, world, request):
@@ -209,15 +201,6 @@ def test_strides_of_parameters_and_gradients_do_not_matter(param, grad, mode):
     torch.testing.assert_close(p.detach(), q.detach())
     if neighbours is not None:
         assert torch.equal(storage._base[:, 1::2], neighbours)
-
-
-def test_channels_last_uses_the_kernel_and_is_right():
-    p = nn.Parameter(torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last))
-    p.grad = torch.randn(4, 3, 5, 5).contiguous(memory_format=torch.channels_last)
-    assert update._kernel_accepts(p, p.grad)
-    expected = p.detach() - 0.1 * p.grad / p.grad.norm()
-    ClippedSGD([p], lr=0.1, max_norm=1.0).step()
-    torch.testing.assert_close(p.detach(), expected)
 
 
 @pytest.mark.parametrize("size", [*range(1, 35), 63, 64, 65, 1000, 70_000])
@@ -360,14 +343,6 @@ def test_grad_scaler_unscales_before_the_norm_is_taken():
     assert opt.clip_stats()["grad_norm"] == pytest.approx(5.0)
 
 
-def test_repr_shows_settings_and_hides_counters():
-    opt = ClippedSGD(parameters((2,)), lr=0.1, max_norm=0.7)
-    opt.step()
-    assert "max_norm: 0.7" in repr(opt)
-    assert "recent" not in repr(opt)
-    assert opt.clip_stats()["steps"] == 1
-
-
 # --- counters -------------------------------------------------------------------------------------
 
 
@@ -483,11 +458,6 @@ def test_wrong_arguments_are_named(make, options, error, message):
 def test_wrong_arguments_of_one_class_are_named(make, options, error, message):
     with pytest.raises(error, match=message):
         OPTIMIZERS[make](parameters((2,)), **options)
-
-
-def test_an_empty_parameter_list_is_named():
-    with pytest.raises(ValueError, match="empty parameter list"):
-        ClippedSGD([], lr=0.1, max_norm=1.0)
 
 
 @every_optimizer

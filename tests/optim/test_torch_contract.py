@@ -13,7 +13,6 @@ from itertools import zip_longest
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import Parameter
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
@@ -143,43 +142,6 @@ def test_a_tensor_is_a_learning_rate_like_a_number(make, settings, dimensions):
                 backward(optimizer, *pair, x)
                 optimizer.step()
             assert_equal([p.data for p in twins], [p.data for p in params])
-
-
-@every_class
-@pytest.mark.parametrize(
-    ("path", "dtype"),
-    [("foreach", torch.float64)]
-    + [("fused", dtype) for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16)],
-)
-def test_a_path_matches_the_loop(make, settings, path, dtype):
-    """Parameters and state after each of seven steps, with a step without gradients and a frozen layer."""
-    x = torch.tensor([[0.1, 0.2], [0.3, 0.4], [0.5, 0.6]], dtype=dtype)
-    for options in copy.deepcopy(settings):
-        if dtype == torch.float16 and settings is ADAMW_SETTINGS:
-            options["eps"] = 0.1  # 1e-8 is zero in this dtype
-        models, optimizers = [], []
-        for on in (False, True):
-            torch.manual_seed(1)
-            model = nn.Sequential(nn.Linear(2, 3), nn.Sigmoid(), nn.Linear(3, 1), nn.Sigmoid()).to(dtype)
-            single = torch.zeros((), dtype=dtype, requires_grad=True)
-            single.grad = torch.rand_like(single)
-            models.append(model)
-            optimizers.append(make([*model.parameters(), single], foreach=False, **options))
-            if on:
-                optimizers[-1] = make([*model.parameters(), single], **(options | {path: True}))
-        for k in range(7):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                optimizer.zero_grad()
-                model[2].requires_grad_(k not in (3, 4))
-                if k != 2:
-                    model(x).sum().backward()
-                optimizer.step()
-            for p, q in zip(models[0].parameters(), models[1].parameters(), strict=True):
-                assert_equal(q.data, p.data)
-                assert_equal(optimizers[1].state[q], optimizers[0].state[p])
-                q.data.copy_(p.data)
-                for name, value in optimizers[0].state[p].items():
-                    optimizers[1].state[q][name].copy_(value)
 
 
 # --- complex tensors ---------------------------------------------------------------------
@@ -368,29 +330,6 @@ def test_a_hook_runs_at_every_step_until_it_is_removed(make, settings, register)
         optimizer.step()
         assert [seen.pop(), seen.pop()] == [optimizer] * 2
     assert seen == []
-
-
-@every_class
-def test_hooks_of_all_optimizers_run_around_those_of_one(make, settings):
-    for options in on_every_path(settings):
-        params, seen = [torch.tensor([[1.0, 1.0]])], []
-
-        def hook(number, seen=seen):
-            return lambda *_: seen.append(number)
-
-        pair = make(params, **options), torch.optim.SGD(params)
-        handles = [register_optimizer_step_pre_hook(hook(0)), register_optimizer_step_post_hook(hook(3))]
-        for optimizer in pair:
-            handles += [
-                optimizer.register_step_pre_hook(hook(1)), optimizer.register_step_post_hook(hook(2))
-            ]  # fmt: skip
-        for optimizer in (pair[0], pair[1], pair[0]):
-            optimizer.step()
-        for handle in handles:
-            handle.remove()
-        for optimizer in pair:
-            optimizer.step()
-        assert seen == [0, 1, 2, 3] * 3
 
 
 # --- errors -----------------------------------------------------------------------------------------
