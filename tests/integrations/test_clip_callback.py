@@ -144,8 +144,9 @@ def test_a_lightning_run_is_the_run_without(mode, tmp_path):
     others = [{k: v for k, v in row.items() if not k.startswith("curvestep/")} for row in rows]
     assert [row for row in others if row.get("loss_step")] == [r for r in plain_rows if r.get("loss_step")]
     assert len(ours) == (2 if mode == "accumulation" else 6)
+    # Where Lightning writes the loss of the same batch.
+    assert {row["step"] for row in ours} == {row["step"] for row in plain_rows if row.get("loss_step")}
     for row in ours:
-        assert int(row["step"]) % 2 == 0
         assert sum(bool(v) for k, v in row.items() if k.startswith("curvestep/grad_norm/net.")) == 2
         norm, coefficient = float(row["curvestep/grad_norm"]), float(row["curvestep/coefficient"])
         if mode not in ("no clipping", "by value"):
@@ -275,28 +276,6 @@ def test_a_trainer_alone_logs_no_norm_of_a_layer(tmp_path):
     listener = listening()
     trainer_of(tmp_path, callbacks=[ClipCallback(), listener]).train()
     assert len([name for name in listener.rows[-1][1] if name.startswith("curvestep/grad_norm/")]) == 10
-
-
-@needs_transformers
-def test_numbers_arrive_in_tensorboard(tmp_path, monkeypatch):
-    pytest.importorskip("tensorboard", reason="needs tensorboard")
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    from curvestep.integrations.transformers import ClipCallback
-    from tests.integrations.test_transformers import trainer_of
-
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "tensorboard"))
-    listener = listening()
-    callbacks = [ClipCallback(layers=1), listener]
-    trainer_of(tmp_path, callbacks=callbacks, report_to="tensorboard", logging_steps=2).train()
-    (folder,) = {path.parent for path in tmp_path.rglob("events.out.tfevents.*")}
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    for name in NAMES:
-        written = [(event.step, event.value) for event in events.Scalars(f"train/curvestep/{name}")]
-        expected = [(step, row[f"curvestep/{name}"]) for step, row in listener.rows]
-        assert [step for step, _ in written] == [step for step, _ in expected]
-        assert [v for _, v in written] == pytest.approx([v for _, v in expected])
 
 
 @pytest.mark.parametrize("layers", [-1, 1.5])

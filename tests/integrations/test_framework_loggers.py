@@ -1,8 +1,9 @@
-"""Rows and clip share arrive in TensorBoard, W&B and MLflow, through what each framework has for them."""
+"""What both callbacks send arrives in TensorBoard, W&B and MLflow, through what a framework has for them."""
 
 import importlib.util
 import os
 import warnings
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -11,7 +12,7 @@ import torch
 from tests.integrations.runs import classes
 
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
-NAMES = ("smoothness", "grad_norm", "clipped_fraction")
+NAMES = ("grad_norm", "clipped_fraction", "coefficient")  # of both callbacks
 
 
 @pytest.fixture(autouse=True)
@@ -30,10 +31,24 @@ def offline(tmp_path, monkeypatch):
         yield
 
 
-def lightning_run(folder, kind):
-    """Rows of 12 steps, measured every 4, with the loggers of Lightning."""
+def kept(callback_class):
+    """A ClipCallback that keeps the numbers it sends, and these."""
+    rows = []
+
+    class Kept(callback_class):
+        def _numbers(self):
+            numbers = super()._numbers()
+            rows.append({name.removeprefix("curvestep/"): value for name, value in numbers.items()})
+            return numbers
+
+    return Kept(layers=1), rows
+
+
+def lightning_run(folder, kind, *, measures):
+    """Rows of 12 steps, from every fourth, with the loggers of Lightning."""
     from lightning.pytorch import loggers
 
+    from curvestep.integrations.lightning import ClipCallback
     from tests.integrations.test_lightning import Module, SmoothnessCallback, trainer_of
 
     logger = {
@@ -41,34 +56,51 @@ def lightning_run(folder, kind):
         "wandb": lambda: loggers.WandbLogger(save_dir=folder, offline=True, project="curvestep"),
         "mlflow": lambda: loggers.MLFlowLogger("curvestep", tracking_uri=os.environ["MLFLOW_TRACKING_URI"]),
     }[kind]()
-    callback = SmoothnessCallback(every=4, on_error="raise")
+    callback, rows = kept(ClipCallback)
+    if measures:
+        callback = SmoothnessCallback(every=4, on_error="raise")
     data = torch.utils.data.DataLoader(classes(), batch_size=8)
-    trainer_of(folder, [callback], logger=logger, log_every_n_steps=1).fit(
+    interval = 1 if measures else 4
+    trainer_of(folder, [callback], logger=logger, log_every_n_steps=interval).fit(
         Module(optimizer="ClippedAdamW"), data
     )
-    return list(callback.probe.trace), "curvestep/"
+    if measures:
+        return list(callback.probe.trace), "curvestep/"
+    return [{"step": step, **row} for step, row in zip((3, 7, 11), rows, strict=True)], "curvestep/"
 
 
-def transformers_run(folder, kind):
-    """Rows of 8 steps, measured every 4, with what ``report_to`` names."""
+def transformers_run(folder, kind, *, measures):
+    """Rows of 8 steps, from every third or fourth, with what ``report_to`` names."""
+    from curvestep.integrations.transformers import ClipCallback
     from tests.integrations.test_transformers import trainer_of, watch
 
     trainer = trainer_of(folder, optimizer="ClippedSGD", max_grad_norm=0.0, report_to=kind, logging_steps=3)
-    callback = watch(trainer, every=4, on_error="raise")
+    callback, rows = kept(ClipCallback)
+    if measures:
+        callback = watch(trainer, every=4, on_error="raise")
+    else:
+        trainer.add_callback(callback)
     trainer.train()
     # The Trainer writes "train/" before every name, except in MLflow.
-    return list(callback.probe.trace), "curvestep/" if kind == "mlflow" else "train/curvestep/"
+    prefix = "curvestep/" if kind == "mlflow" else "train/curvestep/"
+    if measures:
+        return list(callback.probe.trace), prefix
+    return [{"step": step, **row} for step, row in zip((3, 6), rows, strict=True)], prefix
 
 
-@pytest.fixture(params=[lightning_run, transformers_run], ids=["lightning", "transformers"])
+RUNS = [(run, measures) for run in (lightning_run, transformers_run) for measures in (True, False)]
+
+
+@pytest.fixture(params=RUNS, ids=lambda p: f"{p[0].__name__}-{'smoothness' if p[1] else 'clip'}")
 def run(request):
-    name = request.param.__name__.removesuffix("_run")
+    function, measures = request.param
+    name = function.__name__.removesuffix("_run")
     pytest.importorskip(name, reason=f"needs the extra `{name}`")
-    return request.param
+    return partial(function, measures=measures)
 
 
 def assert_same(found, rows):
-    """``found`` has the steps and values of each name; the rows, those of the trace."""
+    """``found`` has the steps and values of each name; the rows, what the callback has of them."""
     for name in NAMES:
         steps, values = zip(*found[name], strict=True)
         assert list(steps) == [row["step"] for row in rows]
@@ -101,7 +133,7 @@ def test_wandb(run, tmp_path, monkeypatch):
         summary, file = dict(wandb.run.summary), Path(wandb.run.settings.sync_file)
     finally:
         wandb.finish()
-    axis = "trainer/global_step" if run is lightning_run else "train/global_step"
+    axis = "trainer/global_step" if run.func is lightning_run else "train/global_step"
     ours = [data for data in logged if prefix + NAMES[0] in data]
     assert_same({n: [(data[axis], data[prefix + n]) for data in ours] for n in NAMES}, rows)
     assert summary[prefix + NAMES[0]] == pytest.approx(rows[-1][NAMES[0]])  # W&B took it

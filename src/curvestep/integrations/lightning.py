@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import copy
 import math
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
@@ -196,10 +195,10 @@ class ClipCallback(ClipReport, Callback):
             watched.expect_clipping(trainer.gradient_clip_val)
 
     def on_train_batch_end(self, trainer: Trainer, *_: object, **__: object) -> None:
-        """Write to the loggers."""
-        step = trainer.global_step
-        if step != self._last_step and step % _log_interval(trainer) == 0:
-            self._last_step = step
+        """Write to the loggers where Lightning writes, once a step."""
+        has_stepped = trainer.global_step != self._last_step
+        self._last_step = trainer.global_step
+        if has_stepped and trainer._logger_connector.should_update_logs:
             numbers = self._numbers()
             if numbers:
                 _to_loggers(trainer, numbers)
@@ -390,13 +389,11 @@ def _loss_of(output: STEP_OUTPUT) -> Any:
     return output
 
 
-def _log_interval(trainer: Any) -> int:
-    return trainer.log_every_n_steps or sys.maxsize  # zero: never
-
-
 def _to_loggers(trainer: Trainer, numbers: dict[str, float]) -> None:
+    # The step that Lightning writes beside the loss of this batch; `global_step` counts each optimizer's.
+    step = trainer.fit_loop.epoch_loop._batches_that_stepped
     for logger in trainer.loggers:
-        logger.log_metrics(numbers, step=trainer.global_step)
+        logger.log_metrics(numbers, step=step)
 
 
 def _log_nothing(*_: object, **__: object) -> None:
