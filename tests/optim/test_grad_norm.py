@@ -98,7 +98,7 @@ def meshes():
 
 
 def layouts():
-    """Each gradient's mesh and placements by the name of the case; None for a plain tensor."""
+    """Each gradient's mesh and placements by the name of the case; of a plain tensor its layout."""
     from torch.distributed.tensor import Replicate, Shard
 
     line, grid, part = meshes()
@@ -108,7 +108,8 @@ def layouts():
         "one mesh": [one, one, one, whole],
         "two meshes": [one, (grid, [Replicate(), Shard(0)]), two, whole],
         "three meshes": [one, three, two, whole],
-        "with plain": [one, three, two, None],
+        "with plain": [one, three, two, torch.strided],
+        "with sparse": [one, three, torch.sparse_coo, torch.strided],
     }
 
 
@@ -117,13 +118,18 @@ def spread(layout):
 
     params = []
     for gradient, place in zip(gradients(), layout, strict=True):
-        given = gradient if place is None else distribute_tensor(gradient, *place)
-        params.append(parameter(given))
+        if isinstance(place, torch.layout):
+            p = parameter(gradient)
+            p.grad = p.grad.to_sparse() if place is torch.sparse_coo else p.grad
+        else:
+            p = parameter(distribute_tensor(gradient, *place))
+        params.append(p)
     return params
 
 
 def whole_gradients(params):
-    return [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in params]
+    gradients = [p.grad.full_tensor() if hasattr(p.grad, "full_tensor") else p.grad for p in params]
+    return [gradient.to_dense() for gradient in gradients]
 
 
 def clipped_on_meshes(rank):
@@ -250,7 +256,7 @@ def mark(test):
     return test
 
 
-CASES = ("one mesh", "two meshes", "three meshes", "with plain")
+CASES = ("one mesh", "two meshes", "three meshes", "with plain", "with sparse")
 
 
 @mark
