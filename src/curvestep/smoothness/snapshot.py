@@ -30,6 +30,7 @@ _CONTAINERS = (*_SEQUENCES, dict, set)
 _PUT_BACK = (*_CONTAINERS, OrderedDict, defaultdict, Counter, bytearray)  # of other kinds nobody knows enough
 _GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _PLAIN = (int, float, complex, str, bytes, type(None), tuple, Tensor, np.ndarray, *_PUT_BACK, *_GENERATORS)
+_GATHERED = "_unsharded_param"  # an attribute of FSDP2's parameters
 _SHARES_BUFFERS = "require_forward_param_sync"  # an attribute of DistributedDataParallel
 MOST_KEPT = 1 << 26  # numbers of large tensors that are copied while one gradient is computed
 _MANY = 1000  # entries of a list: a longer one holds data, such as a replay buffer's
@@ -147,8 +148,8 @@ class PassState:
         self._large = [t for t in tensors if t.numel() > PIECE] + others
         self.frozen = [FrozenParameter.keep(p) for p in followers]
         self._marks = [_mark(t) for t in self._large]
-        # FSDP2 exchanges whole and sharded parameters by itself.
-        plain = [] if any(isinstance(module, FSDPModule) for module in modules) else modules
+        sharded = [module for module in modules if isinstance(module, FSDPModule)]
+        plain = [] if sharded else modules  # FSDP2 exchanges whole and sharded parameters by itself
         self._modes = [(module, module.training) for module in modules]
         self._undo: list[Callable[[], object]] = [
             *(partial(setattr, module, "training", mode) for module, mode in self._modes),
@@ -156,6 +157,7 @@ class PassState:
             *(partial(_put_parameters_back, module, dict(module._parameters)) for module in plain),
             *(partial(buffer.copy_, buffer.detach().clone()) for buffer in model.buffers()),
             *(parameter.restore for parameter in self.frozen),
+            *(_gathered_again(shard) for module in sharded for shard in _frozen_shards(module)),
             *(partial(_set_attributes, owner, own) for owner, own in owned),
             # A copy of a larger tensor would cost memory that nobody expects.
             *(partial(_set_values, t, t._version, t.detach().clone()) for t in tensors if t.numel() <= PIECE),
@@ -223,6 +225,41 @@ def _frozen_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
         else:
             others.append(p)
     return followers, others
+
+
+def _frozen_shards(module: FSDPModule) -> Iterator[Any]:
+    """What FSDP2 keeps of each parameter of a wrapped module that needs no gradient."""
+    state: Any = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.6: one
+    for group in groups:
+        for shard in group.fsdp_params if group is not None else ():
+            if not shard.sharded_param.requires_grad:
+                yield shard
+
+
+def _gathered_again(shard: Any) -> Callable[[], object]:
+    """Function that gives FSDP2 the parameter back that it gathers from shards, with the memory it has now.
+
+    It is the same object in every pass. One that a pass gave other memory by ``.data = …`` keeps it.
+    """
+    whole = vars(shard).get(_GATHERED)
+    if whole is None:  # before the first pass: FSDP2 makes one again
+        return partial(vars(shard).pop, _GATHERED, None)
+    memory = whole.data
+    return partial(_give_memory, shard, whole, memory, memory.clone() if _has_memory(memory) else None)
+
+
+def _give_memory(shard: Any, whole: Tensor, memory: Tensor, values: Tensor | None) -> None:
+    vars(shard)[_GATHERED] = whole
+    if whole.data_ptr() != memory.data_ptr():
+        whole.data = memory
+    if values is not None and _has_memory(memory):
+        memory.copy_(values)
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether a parameter that FSDP2 gathered has numbers; between passes it frees its own memory."""
+    return tensor.untyped_storage().nbytes() > 0
 
 
 def _mark(tensor: Tensor) -> tuple[int, int]:
