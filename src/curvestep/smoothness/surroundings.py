@@ -7,7 +7,7 @@ import random
 import types
 from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import partial
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -100,11 +100,10 @@ class Surroundings:
         elif isinstance(value, type):
             self._look_into_class(value)
         elif not isinstance(value, (types.ModuleType, io.IOBase, Optimizer)):
-            slots = [name for kind in type(value).__mro__ for name in _slots_of(kind)]
-            self._look_into_object(value, [*getattr(value, "__dict__", ()), *slots])
+            self._look_into_object(value, [*getattr(value, "__dict__", ()), *_slots_of(type(value))])
 
     def _look_into_function(self, function: types.FunctionType) -> None:
-        if _is_foreign(function):
+        if _is_foreign(function.__module__):
             return
         self._waiting += [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
         self._look_into_attributes(function, vars(function))
@@ -115,30 +114,34 @@ class Surroundings:
                 self._waiting.append(value)
             self._names.add(name)
             for owner, value in self._unread.pop(name, ()):
-                self._read(owner, name, value)
+                self._add(owner, name, value)
         for cell in function.__closure__ or ():
             self._look_into_attributes(cell, ["cell_contents"])
 
     def _look_into_object(self, value: object, names: Iterable[str]) -> None:
-        # FSDP2 gives a module a class of its own, derived from the one that it had.
-        is_foreign = all(_is_foreign(kind) for kind in type(value).__mro__)
-        if isinstance(value, Iterator) and (is_foreign or not names):
+        own_classes = _own_classes(type(value))
+        if isinstance(value, Iterator) and not (own_classes and names):
             raise RuntimeError(
                 f"The loss takes from a {type(value).__name__}, which cannot be put back after the loss was "
                 "computed again. Draw the batch before, and let the loss read that alone."
             )
-        if is_foreign or (_is_iterable(value) and not isinstance(value, Iterator)):
+        # An object that can be iterated over, such as a data loader, is left as it is.
+        if not own_classes or (isinstance(value, Iterable) and not isinstance(value, (Iterator, nn.Module))):
             return
         self._look_into_attributes(value, names)
-        for name, method in _methods_of(value).items():
-            self._add(None, name, method)
-        for kind in type(value).__mro__:
+        for kind in own_classes:
             self._look_into_class(kind)
 
     def _look_into_class(self, kind: type) -> None:
-        if not _is_foreign(kind):
-            values = [name for name, value in vars(kind).items() if not hasattr(type(value), "__get__")]
-            self._look_into_attributes(kind, [name for name in values if not name.startswith("__")])
+        """Take note of its methods and of its values."""
+        if _is_foreign(kind.__module__):
+            return
+        for name, member in vars(kind).items():
+            function = getattr(member, "__func__", member)
+            if isinstance(function, types.FunctionType):
+                self._add(None, name, function)
+            elif not name.startswith("__") and not hasattr(type(member), "__get__"):
+                self._look_into_attributes(kind, [name])
 
     def _look_into_attributes(self, owner: object, names: Iterable[str]) -> None:
         for name in names:
@@ -146,32 +149,39 @@ class Surroundings:
                 self._add(owner, name, getattr(owner, name))
 
     def _add(self, owner: object, name: str, value: object) -> None:
-        if name in self._names or (name.startswith("__") and name not in _MAKERS):
-            self._read(owner, name, value)
-        else:
+        if name not in self._names and (not name.startswith("__") or name in _MAKERS):
             self._unread[name].append((owner, value))
-
-    def _read(self, owner: object, name: str, value: object) -> None:
+            return
         self._waiting.append(value)
         if owner is not None:
             self._attributes.append((owner, name, value))
 
 
-def _is_iterable(value: object) -> bool:
-    return isinstance(value, Iterable) and not isinstance(value, nn.Module)
+# A loss is looked into at each measurement: what a name, a class or code alone tells is found out once.
 
 
-def _methods_of(value: object) -> dict[str, types.FunctionType]:
-    """The functions of an object's class; none of torch's."""
-    methods: dict[str, types.FunctionType] = {}
-    for kind in type(value).__mro__:
-        for name, member in vars(kind).items():
-            function = getattr(member, "__func__", member)
-            if isinstance(function, types.FunctionType) and not _is_foreign(kind):
-                methods.setdefault(name, function)
-    return methods
+@lru_cache(MOST_VALUES)
+def _is_foreign(module: str | None) -> bool:
+    return (module or "builtins").partition(".")[0] in _FOREIGN
 
 
+@lru_cache(MOST_VALUES)
+def _own_classes(kind: type) -> Sequence[type]:
+    """The class and those that it is derived from, if one of them is the caller's own."""
+    # FSDP2 gives a module a class of its own, derived from the one that it had.
+    return [] if all(_is_foreign(base.__module__) for base in kind.__mro__) else kind.__mro__
+
+
+@lru_cache(MOST_VALUES)
+def _slots_of(kind: type) -> Sequence[str]:
+    names: list[str] = []
+    for base in kind.__mro__:
+        slots = vars(base).get("__slots__", ())
+        names += [slots] if isinstance(slots, str) else slots
+    return names
+
+
+@lru_cache(MOST_VALUES)
 def _names_in(code: types.CodeType) -> set[str]:
     """Names that a function, or one defined inside of it, looks up outside of itself."""
     names = set(code.co_names)
@@ -179,12 +189,3 @@ def _names_in(code: types.CodeType) -> set[str]:
         if isinstance(constant, types.CodeType):
             names |= _names_in(constant)
     return names
-
-
-def _slots_of(kind: type) -> Iterable[str]:
-    slots = vars(kind).get("__slots__", ())
-    return [slots] if isinstance(slots, str) else slots
-
-
-def _is_foreign(value: object) -> bool:
-    return (getattr(value, "__module__", None) or "builtins").partition(".")[0] in _FOREIGN
