@@ -8,7 +8,6 @@ import torch
 from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip
-from curvestep.tensors.kernel import LIBRARY, Kernel, native
 from tests.support.strict import strict_device, waits
 
 
@@ -173,18 +172,6 @@ def test_fused_kernels_get_a_tensor_lr_in_single_precision(make, name, device, m
     monkeypatch.setattr(torch, name, lambda *_, lr, **__: given.append(lr.dtype))
     make(params, torch.tensor(0.1, dtype=torch.float64, device=device), 1.0, fused=True).step()
     assert set(given) == {torch.float32}
-
-
-def test_the_device_refuses_tensors_of_the_host(device):
-    t = torch.ones(3, device=device)
-    with pytest.raises(RuntimeError, match="tensors on several devices"):
-        torch._foreach_norm([t, torch.ones(3)])
-    with pytest.raises(RuntimeError, match="on the same device"):
-        t + torch.ones(3)
-    if native() is not None:
-        by_attributes = Kernel(LIBRARY)
-        by_attributes._describe = None
-        assert [kernel.view([t]) for kernel in (native(), by_attributes)] == [None, None]
 
 
 def test_counters_go_on_after_a_checkpoint_and_on_another_device(device):
