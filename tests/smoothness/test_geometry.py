@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import curvestep as cs
-from curvestep.smoothness.geometry import FLOOR, Scale, geometry_of
+from curvestep.smoothness.geometry import FLOOR, geometry_of
 from curvestep.smoothness.probe import SmoothnessProbe
 from tests.smoothness.loops import block_steps
 
@@ -63,13 +63,6 @@ def metric(optimizer, model):
 def gradient(model, x, y):
     with cs.Replay(model, lambda: F.cross_entropy(model(x), y)) as replay:
         return replay.gradient().gradients
-
-
-@pytest.mark.parametrize("ratio", [1.0, 3.0])
-def test_a_coordinate_without_gradients_has_a_share_of_the_mean_and_every_one_the_ratio_of_rates(ratio):
-    square = torch.tensor([0.0, 4.0])
-    scale = Scale(ratio, (square,))
-    assert scale.values(square).tolist() == pytest.approx([ratio * FLOOR * 2**0.5, ratio * 2.0])
 
 
 @pytest.mark.parametrize("fractions", [(0.5, 1.0), (0.5,)])

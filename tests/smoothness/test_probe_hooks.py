@@ -21,7 +21,7 @@ from curvestep.tensors.distributed import local
 from curvestep.tensors.vectors import global_norm
 from tests.models import mlp
 from tests.processes import run_on_processes
-from tests.smoothness.loops import assert_same_run, measured_sgd, recorded_steps, tensors_of, watched_sgd
+from tests.smoothness.loops import assert_same_run, recorded_steps, tensors_of, watched_sgd
 
 SGD, ADAMW, FUSED, CLIPPED = "SGD", "AdamW", "fused AdamW", "ClippedSGD"
 
@@ -125,39 +125,6 @@ def test_watched_runs_are_those_without_and_rows_hold_what_their_steps_did(case)
     if options.get("kind") == CLIPPED:  # no momentum: the step itself says it
         step = trace.column("lr") * trace.column("coefficient") * trace.column("grad_norm")
         np.testing.assert_allclose(step, trace.column("step_norm"), rtol=1e-6 if eps < 1e-10 else 0.02)
-
-
-def test_block_and_hooks_measure_the_same():
-    torch.manual_seed(0)
-    model, x, y = net().eval(), torch.randn(8, 6), torch.randint(3, (8,))
-    state = [p.detach().clone() for p in model.parameters()]
-
-    def measured(shape):
-        with torch.no_grad():
-            for p, value in zip(model.parameters(), state, strict=True):
-                p.copy_(value)
-        optimizer, probe = measured_sgd(model, lr=0.3)
-        parts = [slice(0, 4), slice(4, 8)] if shape == "accumulated" else [slice(0, 8)]
-        if shape == "accumulated":
-            probe.watch(optimizer)
-        optimizer.zero_grad()
-        for part in parts:
-
-            def loss_fn(part=part):
-                return F.cross_entropy(model(x[part]), y[part])
-
-            loss = loss_fn() if shape == "block" else probe.record(loss_fn)
-            (loss / len(parts)).backward()
-        if shape == "block":
-            with probe(loss_fn, loss=loss):
-                optimizer.step()
-        else:
-            optimizer.step()
-        return probe.trace[0]
-
-    one, several = measured("block"), measured("accumulated")
-    for name in ("loss", "loss_after", "grad_norm", "smoothness", "kappa", "batch_size", "coefficient"):
-        assert one[name] == pytest.approx(several[name], rel=1e-9), name
 
 
 def test_weights_are_the_shares_of_micro_batches():
@@ -318,15 +285,6 @@ def test_what_cannot_be_watched_is_refused():
     assert probe.watch(wrapper) is probe
     with pytest.raises(ValueError, match="watches an optimizer already"):
         probe.watch(torch.optim.SGD(model.parameters(), lr=0.1))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")  # torch's compiler has warnings of its own
-def test_compiled_model_is_watched_bit_for_bit():
-    options = {"wrap": lambda m: torch.compile(m, backend="aot_eager"), "clip": 0.2, "accumulate": 2}
-    plain, probed = loop(**options), loop(watched=True, **options)
-    assert_same_run(plain, probed)
-    assert probed[3].trace.ok.all()
 
 
 def measured_in_adams_metric(wrap, share):

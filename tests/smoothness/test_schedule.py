@@ -148,13 +148,6 @@ def test_resumed_probe_chooses_the_same_fractions(tmp_path):
     assert second.trace.column("fractions").tolist() == whole.trace.column("fractions")[4:].tolist()
 
 
-def test_rows_without_fractions_have_those_of_the_header():
-    trace = cs.Trace(header={"fractions": [0.5, 1.0]})
-    trace.append({"step": 0, "secants": [2.0, 1.0]})
-    trace.append({"step": 1, "secants": [2.0, 1.0], "fractions": [0.1, 1.0]})
-    assert trace.column("fractions").tolist() == [[0.5, 1.0], [0.1, 1.0]]
-
-
 def test_fit_and_advise_take_the_probe_itself():
     probe = probed(60, every=5, scale_of=lambda step: 0.1)
     assert str(cs.fit_smoothness(probe)) == str(cs.fit_smoothness(probe.trace))
