@@ -279,16 +279,3 @@ def test_a_run_that_is_still_training_makes_a_page(tmp_path):
     make_run(tmp_path / "other", steps=90)
     both = write_page([tmp_path], tmp_path / "both.html")
     assert sum("90 steps" in warning for warning in both.verdicts[0]["warnings"]) == 1
-
-
-def test_bad_paths_are_refused_in_words(tmp_path):
-    with pytest.raises(ValueError, match=r"There is no .*nothing"):
-        write_page([tmp_path / "nothing"], tmp_path / "page.html")
-    with pytest.raises(ValueError, match="neither a run folder nor a trace"):
-        write_page([tmp_path], tmp_path / "page.html")
-    with pytest.raises(ValueError, match="at least one run folder"):
-        write_page([], tmp_path / "page.html")
-    (tmp_path / "notes.txt").write_text("hello\n")
-    with pytest.raises(ValueError, match="not a curvestep trace"):
-        write_page([tmp_path / "notes.txt"], tmp_path / "page.html")
-    assert not (tmp_path / "page.html").exists()

@@ -122,11 +122,6 @@ def page_of(tmp_path_factory):
 def desk(chromium, page_of):
     """The page of a single run, opened once for tests that leave its tab as they found it."""
     opened = Opened(chromium, page_of("a single run"))
-    opened.at_first = opened.tab.evaluate(
-        """[[...document.querySelectorAll("figure[data-chart]")].filter((f) =>
-            f.getBoundingClientRect().top < innerHeight && !f.querySelector(".trace")).length,
-            curvestepPage.drawn.size]"""
-    )
     yield opened.draw_all()
     opened.close()
 
@@ -222,12 +217,6 @@ def test_picking_runs_and_quantities_changes_the_comparison(chromium, tmp_path):
     opened.tab.keyboard.press("Space")
     assert [curve["name"] for curve in opened.data(chart)] == ["lr 0.1, clip 0.5"]
     opened.close()
-
-
-def test_charts_in_sight_are_drawn_when_the_page_is_ready(desk):
-    missing, drawn = desk.at_first
-    assert missing == 0
-    assert drawn >= 1
 
 
 def test_the_verdict_of_each_claim_is_in_sight_on_a_phone(chromium, page_of):

@@ -28,13 +28,6 @@ def test_a_damaged_file_is_a_note_and_not_the_end(tmp_path, file, content, words
     assert view.calibration is None
 
 
-def test_traces_of_any_name_in_a_folder_are_found(folder, tmp_path):
-    for name in ("d.jsonl", "g.jsonl"):
-        (tmp_path / name).write_bytes((folder / "trace.jsonl").read_bytes())
-    (tmp_path / "log.jsonl").write_text('{"format": "something else"}\n')
-    assert [view.name for view in find_views([tmp_path])] == ["d.jsonl", "g.jsonl"]
-
-
 def test_a_trace_that_ends_in_nan_is_marked_as_diverged(tmp_path):
     with Trace(tmp_path / "trace.jsonl") as trace:
         trace.append({"step": 0, "loss": 1.0, "grad_norm": 2.0, "smoothness": 1990.0, "lr": 1.0})
@@ -83,15 +76,3 @@ def test_runs_of_other_lengths_are_settings_of_their_own(views):
     dropped = [replace(views[0], fields={**views[0].fields, "lr_drops": at}) for at in ([0.5], [0.5, 0.75])]
     names = ("lr 0.3, clip 0.5, lr drops 0.5", "lr 0.3, clip 0.5, lr drops 0.5+0.75")
     assert tuple(seeds_by_setting(dropped)) == names
-
-
-def test_tasks_of_ones_own_are_named_by_model_and_size(tmp_path):
-    for size in (837, 7468):
-        for number in range(2):
-            header = {"model": "Sequential", "num_parameters": size, "measured_on": "training batch"}
-            with Trace(tmp_path / f"{size}-{number}.jsonl", header=header) as trace:
-                trace.append({"step": 0, "loss": 2.0, "grad_norm": 1.0, "smoothness": 1.0, "status": "ok"})
-    assert [task.name for task in tasks_of(find_views([tmp_path]))] == [
-        "Sequential, 7,468 parameters",
-        "Sequential, 837 parameters",
-    ]
