@@ -3,7 +3,6 @@
 import math
 from pathlib import Path
 
-import pytest
 import torch
 
 from reproduction.benchmarks.authors import (
@@ -12,7 +11,6 @@ from reproduction.benchmarks.authors import (
     SEEDS,
     STEPS,
     Estimate,
-    authors_estimate,
     cheapest,
     lstm_words,
     points_in_words,
@@ -34,21 +32,6 @@ def test_cuts_cover_the_text_once_and_are_drawn_anew():
         assert [start for start, _ in pieces] == [sum(n for _, n in pieces[:i]) for i in range(len(pieces))]
         assert sum(length for _, length in pieces) == 700
     assert first != second
-
-
-def test_a_sum_over_equal_pieces_is_off_by_their_number():
-    model = torch.nn.Linear(3, 1, bias=False)
-
-    def three_pieces(module):
-        for _ in range(3):
-            (0.5 * module.weight.square().sum()).backward()  # smoothness 1
-        return [module.weight.grad], 3, 210
-
-    found = authors_estimate(model, [torch.ones(1, 3)], three_pieces, 70)
-    assert found[AUTHORS].value == pytest.approx(3)
-    assert found[DIVIDED].value == pytest.approx(1)
-    assert found[AUTHORS].passes == 6  # of three pieces, at two points
-    assert model.weight.grad is None
 
 
 def test_ours_is_exact_on_the_quadratic_where_random_cuts_are_not():

@@ -71,15 +71,6 @@ def test_in_a_terminal_there_is_a_bar_with_lines_above_it(capsys, terminal):
     assert "loss 1.5" in terminal.getvalue()
 
 
-def test_a_bar_is_redrawn_five_times_a_second_at_most(terminal, clock):
-    with Progress("training", 1e9) as shown:
-        before = terminal.getvalue().count("training")
-        for count in range(1, 101):
-            clock(0.01)
-            shown.update(count)
-        assert 1 <= terminal.getvalue().count("training") - before <= 5
-
-
 def test_bytes_are_counted_once_their_number_is_known(capsys, clock):
     with Progress("set.tgz", unit="bytes", interval=5) as shown:
         shown.update(0)

@@ -9,7 +9,3 @@ from curvestep_reproduction.claims.errata import ERRATA
 def test_the_counterexample_contradicts_the_paper_and_the_correction_holds(erratum):
     assert erratum.counterexample().holds
     assert erratum.certificate().holds
-
-
-def test_errata_have_names_of_their_own():
-    assert len({erratum.name for erratum in ERRATA}) == len(ERRATA)

@@ -5,7 +5,6 @@ import math
 import matplotlib.image
 import numpy as np
 import pytest
-from hypothesis import given, settings as settings_of_hypothesis, strategies as st
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 
 from curvestep.files import RowFile
@@ -19,7 +18,7 @@ from curvestep_reproduction.figures.fig4_curves import Curve, axis_limits, curve
 from curvestep_reproduction.figures.fig6_data_fraction import agreement, data_fraction
 from curvestep_reproduction.figures.fig8_lstm_gd import compare, lstm_gd
 from curvestep_reproduction.figures.grid import claims_grid
-from curvestep_reproduction.figures.layout import LEAST_POINTS, figure_of_panels, spread_out, trained_on
+from curvestep_reproduction.figures.layout import LEAST_POINTS, figure_of_panels, trained_on
 from curvestep_reproduction.recipes import get_recipe
 from curvestep_reproduction.training.run_folder import TrainedRun, open_run, write_status
 
@@ -104,23 +103,6 @@ def test_panel_states_setting_correlation_rows_seeds_and_the_papers_value(wall):
     assert "a wall of exponentials" in words
 
 
-@pytest.mark.slow
-def test_seeds_share_a_panel_and_each_setting_has_axes_of_its_own(tmp_path):
-    seeds = [write_run(tmp_path / f"{seed}", seed=seed, scale=2.0, lr=30.0, max_norm=0.25) for seed in (1, 2)]
-    other = write_run(tmp_path / "other", seed=1, steps=55, lr=2.0, max_norm=math.inf)
-    first, second = draw(scatter_panel(seeds), scatter_panel([other])).axes[:2]
-    rows = [len(Trace.load(run.trace_path)) for run in seeds]
-    assert len(np.asarray(first.collections[0].get_offsets())) == sum(rows)
-    assert f"{sum(rows)} rows, seeds 1 to 2" in title_of(first)
-    assert first.get_xlim() != second.get_xlim()
-
-
-def test_linear_panels_begin_at_zero(wall):
-    linear = draw(scatter_panel([wall], log=False)).axes[0]
-    assert linear.get_xscale() == "linear"
-    assert linear.get_xlim()[0] == linear.get_ylim()[0] == 0
-
-
 def test_a_panel_of_fewer_than_fifty_points_is_not_named_as_the_papers(tmp_path, wall):
     few = write_run(tmp_path / "few", steps=LEAST_POINTS - 1)
     many, short = draw(scatter_panel([wall], letter="a"), scatter_panel([few], letter="b")).axes[:2]
@@ -203,14 +185,6 @@ def test_line_is_the_mean_over_seeds_and_the_band_their_range(settings):
     np.testing.assert_allclose((band.min(), band.max()), (rows.min(), rows.max()))
 
 
-def test_clipped_settings_are_solid_and_filled_unclipped_dashed_and_hollow(settings):
-    clipped, _, survivor, *_ = draw(curve_panels(settings)[0]).axes[0].lines
-    assert (clipped.get_linestyle(), survivor.get_linestyle()) == ("-", "--")
-    assert clipped.get_markerfacecolor() == clipped.get_color() == survivor.get_color()
-    assert survivor.get_markerfacecolor() == "white"
-    assert clipped.get_marker() == survivor.get_marker()
-
-
 def test_survivors_of_a_setting_that_diverges_are_drawn_thin_one_by_one(settings):
     curve = gather(settings, "loss", "train")[2]
     assert (curve.values.shape, curve.diverged_at, curve.num_seeds) == ((1, 60), (7.0,), 2)
@@ -258,14 +232,6 @@ def test_the_axis_holds_every_seed_and_has_some_length_for_one_point():
 def test_a_spike_at_the_start_does_not_set_the_axis_of_the_loss():
     spike = [9.0, 80.0, *np.linspace(7, 2, 28)]
     assert axis_limits([curve(spike)], past=0.1)[1] < 12
-
-
-@settings_of_hypothesis(max_examples=50, deadline=None)
-@given(st.lists(st.floats(0, 1), min_size=1, max_size=9))
-def test_names_at_the_ends_of_lines_keep_their_order_and_the_top(heights):
-    placed = spread_out(sorted(heights), gap=0.07)
-    assert max(placed) <= 1.0
-    assert all(np.diff(placed) >= 0.06)
 
 
 # A part of the data against all of it

@@ -3,7 +3,6 @@ import json
 import math
 import os
 import re
-from collections import Counter
 from dataclasses import replace
 
 import pytest
@@ -16,8 +15,7 @@ from curvestep.trace.history import final_loss
 from curvestep.trace.run import METRICS, STATUS, read_json, write_json
 from curvestep_reproduction import progress as displays
 from curvestep_reproduction.claims.claims import PAPER, VERDICTS
-from curvestep_reproduction.figures.fig8_lstm_gd import two_layer_settings
-from curvestep_reproduction.figures.legend import BY_HAND, CALIBRATED, LANGUAGE
+from curvestep_reproduction.figures.legend import BY_HAND, CALIBRATED
 from curvestep_reproduction.figures.reproduction import (
     FIGURES,
     cost_table,
@@ -85,38 +83,6 @@ def test_the_central_pictures_have_the_protocol_that_was_fixed():
     ((pictures, classes),) = make_task(images, offline=True).oracle_batches(images.probe_data)
     assert len(pictures) <= images.batch_size
     assert len(set(classes.bincount().tolist())) == 1  # as many images of every class
-
-
-def test_the_longer_runs_have_three_seeds_a_setting():
-    plan = make_plan("longer", ("fig2", "fig3"))
-    language = {BY_HAND: 3, "lm-lr2": 3, "lm-lr2clip0.25": 3}
-    counts = Counter(run.setting for run in plan.runs)
-    assert counts == language | {"cifar-momentum": 3, "cifar-lr1": 3, "cifar-lr5clip0.25": 3}
-    assert {(run.recipe.scale, run.recipe.fractions) for run in plan.runs} == {("longer", (0.1, 0.5, 1.0))}
-    assert 2 * 3600 < sum(run.cost for run in make_plan("longer").runs) < 2 * 3 * 3600  # on two cores
-
-
-@pytest.mark.parametrize("scale", ["laptop", "paper"])
-def test_figure_8_compares_two_runs_of_the_same_model_at_either_scale(scale):
-    plan = make_plan(scale, ("fig8",))
-    assert {run.setting for run in plan.runs} == set(two_layer_settings(scale))
-    gd, clipped = (plan.of(setting)[0].recipe for setting in two_layer_settings(scale))
-    assert (gd.name, gd.lr, gd.max_norm) == ("ptb-lstm", 2.0, math.inf)
-    assert replace(gd, lr=10.0, max_norm=0.25, probe_every=clipped.probe_every) == clipped
-
-
-def test_at_scale_paper_figure_2_is_one_epoch_and_figure_4_is_long():
-    measured = make_plan("paper", ("fig2",)).runs
-    assert {(run.recipe.epochs, run.recipe.probe_data, run.recipe.fractions) for run in measured} == {
-        (1, 0.1, (0.5,))
-    }
-    curves = [run for run in make_plan("paper", ("fig4",)).runs if isinstance(run.recipe, LanguageRecipe)]
-    assert {run.setting.removeprefix("long-") for run in curves} == set(LANGUAGE)
-    assert {(run.recipe.epochs, run.recipe.probe_every) for run in curves} == {(500, 0)}
-    # Three settings on a tenth of the data, of 49 core-hours; an epoch with short pieces takes a tenth of it.
-    assert 30 < sum(run.cost for run in measured) / 3600 < 60
-    epoch = [run for run in make_plan("epoch", ("fig2",)).runs if run.recipe.seed == 0]
-    assert 4 < sum(run.cost for run in epoch) / 3600 < 8
 
 
 def test_a_dry_run_names_every_setting_with_its_core_hours():

@@ -77,18 +77,6 @@ def test_the_table_compares_printed_corrected_and_measured(result):
     assert law == pytest.approx(result.ratio, rel=0.15)  # the right explanation is local
 
 
-def test_each_part_is_announced_where_there_is_no_terminal(tmp_path, capsys):
-    config = SyntheticConfig(num_decades=0.5, num_M=2)
-    run_synthetic(tmp_path, config=config)
-    parts = ("one start", "many starts", "iterations against M")
-    said = capsys.readouterr().out.splitlines()
-    assert [line.split(",")[0] for line in said] == [
-        f"synthetic experiment: {number}/3 {part}" for number, part in enumerate(parts, 1)
-    ]
-    run_synthetic(tmp_path, progress=False, config=config)
-    assert capsys.readouterr().out == ""
-
-
 def test_numbers_are_a_function_of_the_config(folder):
     saved, numbers = load_synthetic(folder)
     assert asdict(SHORT) == json.loads((folder / "config.json").read_text())

@@ -8,7 +8,7 @@ import torch
 from curvestep.tensors.vectors import global_norm
 from curvestep_reproduction.recipes import get_recipe
 from curvestep_reproduction.tasks import PIECE_WORDS, make_task
-from curvestep_reproduction.training.controls import AUTHORS, WITHOUT_DROPOUT, authors_smoothness
+from curvestep_reproduction.training.controls import AUTHORS, WITHOUT_DROPOUT
 from curvestep_reproduction.training.loop import train
 from curvestep_reproduction.training.run_folder import TrainedRun
 from reproduction.tests.small import assert_same_rows, interrupt_at, write_text
@@ -81,17 +81,3 @@ def test_an_interrupted_run_resumes_to_the_same_rows(recipe, tmp_path):
     interrupt_at(6, recipe, tmp_path / "cut")
     train(recipe, tmp_path / "cut", resume=True, progress=False)
     assert_same_rows(tmp_path / "cut", tmp_path / "whole")
-
-
-def test_the_authors_estimate_of_a_quadratic_is_its_curvature():
-    model = torch.nn.Linear(3, 1, bias=False)
-    end = [model.weight.detach() + torch.randn(1, 3)]
-
-    def summed(module):
-        for _ in range(4):
-            (1.5 * module.weight.square().sum()).backward()
-        return [module.weight.grad], 4
-
-    found = authors_smoothness(model, end, summed)
-    assert found["smoothness"] == pytest.approx(3.0)
-    assert found["smoothness_as_released"] == pytest.approx(12.0)

@@ -38,18 +38,6 @@ def test_a_run_leaves_its_folder(tmp_path):
     assert [found.folder for found in find_runs(tmp_path)] == [run.folder]
 
 
-@pytest.mark.slow
-def test_accuracy_is_in_per_cent_and_of_evaluation_mode(tmp_path):
-    result = train(small_images(), tmp_path / "run", **quiet)
-    torch.set_default_dtype(torch.float32)
-    task = make_task(small_images())
-    model = task.build()
-    model.load_state_dict(load_checkpoint(tmp_path / "run" / "checkpoint.pt")["model"])
-    expected = task.evaluate(model.eval(), "test", torch.device("cpu"))
-    assert result.metrics == {"test": expected}
-    assert 0 <= expected["accuracy"] <= 100
-
-
 def test_all_optimizers_see_the_same_start_and_the_same_batches(tmp_path):
     one = make_task(small_language(tmp_path, lr=3.0))
     other = make_task(small_language(tmp_path, lr=0.1, max_norm=math.inf, momentum=0.9))
@@ -277,16 +265,6 @@ def test_the_callers_float_type_random_state_and_threads_come_back(tmp_path):
     assert torch.get_default_dtype() == torch.float64
     assert torch.get_num_threads() == 1
     torch.testing.assert_close(torch.get_rng_state(), before, rtol=0, atol=0)
-
-
-def test_progress_without_a_terminal_is_plain_lines(tmp_path, capsys):
-    train(small_language(tmp_path), tmp_path / "run")
-    line = capsys.readouterr().out.strip().splitlines()[-1]
-    assert line.startswith("ptb-lstm lr 1, clip 0.25: 20/20 loss ")
-    for word in ("perplexity", "grad norm", "clipped percent"):
-        assert word in line
-    train(small_language(tmp_path), tmp_path / "silent", progress=False)
-    assert capsys.readouterr().out == ""
 
 
 def rows_of(folder):
