@@ -64,15 +64,6 @@ def test_a_command_touches_nothing_outside_of_its_folder(command, tmp_path):
     assert outside == []
 
 
-@pytest.mark.slow
-def test_what_touches_something_outside_is_noticed(tmp_path):
-    write_run(tmp_path / "run")
-    words = ["report", str(tmp_path / "run" / "trace.jsonl"), "-o", str(tmp_path / "elsewhere.html")]
-    _, seen = accesses(tmp_path / "run", *words)
-    inside = str(tmp_path / "run")
-    assert any(path.startswith(str(tmp_path)) and not path.startswith(inside) for _, path in seen)
-
-
 @pytest.mark.parametrize("command", ["advise", "fit", "report"])
 @pytest.mark.parametrize("content", HOSTILE, ids=["zip", "gzip", "npy", "nested"])
 def test_a_hostile_file_in_place_of_a_trace_is_one_line(command, content, tmp_path, capsys):

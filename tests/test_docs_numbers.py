@@ -38,33 +38,6 @@ def test_the_tables_of_a_page_are_those_of_the_results(name):
     assert page == made, "the results are newer than the page: run `python docs/tables.py`"
 
 
-def test_the_tables_of_lightning_take_medians_and_ranges(tmp_path):
-    rows = [
-        {"task": "t", "optimizer": "AdamW", "method": "lr_find", "lr": lr, "gradients": 100, "loss": loss}
-        for lr, loss in ((0.1, 3.0), (0.2, 1.0), (0.4, 2.0))
-    ]
-    costs = {"0.5 and 1": [2.0, 2.1, 2.2, 2.3, 9.0], "1 alone": [1.0, 1.1, 1.2]}
-    overhead = {"costs": costs, "waiting_us": [-4.0, 6.0, 8.0], "step_ms": 30.0}
-    results = {"rates": {"rows": rows}, "overhead": overhead}
-    (tmp_path / "frameworks.json").write_text(json.dumps(results))
-    page = tables().filled((DOCS / "lightning.md").read_text(encoding="utf-8"), tmp_path, of="lightning.md")
-    assert "| t | AdamW | lr_find | 100 | 0.1 to 0.4 | 3 | 2.000 (1.000 to 3.000) |" in page
-    assert "| measuring at 0.5 and 1 | 2.20 steps (2.05 to 5.65) | 4.4% | 2.2% |" in page
-    assert "| measuring at 1 alone | 1.10 steps (1.00 to 1.20) | 2.2% | 1.1% |" in page
-    assert "| waiting | 6 µs a step (-4 to 8) | 0.02% | 0.02% |" in page
-
-
-def test_a_changed_result_changes_the_table(tmp_path):
-    found = results("step.json")
-    for calls in found["calls"]["AdamW"]:
-        for variant in calls[0]["variants"]:
-            variant["speed_up_on_fastest_of_torch"] = 9.5
-    (tmp_path / "step.json").write_text(json.dumps(found))
-    page = tables().filled((DOCS / "compare.md").read_text(encoding="utf-8"), tmp_path)
-    assert "| 9.50 |" in page
-    assert page == tables().filled(page, tmp_path)
-
-
 # Numbers of trust.json that the page repeats, by the digits it gives them.
 REPEATED = {
     0: "L1_of_two_batches highest_control_of_constant_hessian largest_smoothness_of_ReLU "
@@ -96,14 +69,6 @@ def test_the_page_on_trust_quotes_the_fit_word_for_word():
     ]
     assert quoted
     assert set(quoted) <= {said for said in results("trust.json").values() if isinstance(said, str)}
-
-
-def test_kappa_at_the_edge_is_one_number_everywhere():
-    found = results("trust.json")
-    for length in ("0.1", "0.05", "0.025"):
-        assert found[f"kappa_at_step_length_{length}"] == pytest.approx(2, abs=0.05)
-    assert "so κ is near 2, whatever the gradient" in words(DOCS / "trust.md")
-    assert "the relative change of the gradient, sits near 2)" in words(DOCS / "measure.md")
 
 
 def test_the_page_on_trust_repeats_its_tables_rightly():
