@@ -519,9 +519,11 @@ def test_somebody_else_who_clips_now_and_then_is_noticed_once(make):
         clip_grad_norm_(params, 2.0)
 
     loop(opt, params, 60, clip_now_and_then)
+    last = opt.last_clip()  # without a word of it
     with pytest.warns(UserWarning, match=CLIPPED_BEFORE):
         opt.clip_stats()
-    opt.clip_stats()  # a second warning would be an error
+    stats = opt.clip_stats()  # a second warning would be an error
+    assert last == (stats["grad_norm"], stats["coefficient"])
 
 
 @every_clipping

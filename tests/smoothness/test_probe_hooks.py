@@ -102,7 +102,6 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.filterwarnings("ignore:Gradients arrive at ClippedSGD already clipped")  # one of the cases
 def test_watched_runs_are_those_without_and_rows_hold_what_their_steps_did(case):
     options = CASES[case]
     plain, watched = loop(**options), loop(watched=True, **options)

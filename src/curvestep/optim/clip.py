@@ -112,6 +112,7 @@ class Clipping:
         self._set_max_norm(inner.param_groups)
         self._methods: dict[str, Callable[..., object]] = {
             "clip_stats": self.clip_stats,
+            "last_clip": self.last_clip,
             "spikes": self.spikes,
             "stop_double_clip_check": self.stop_double_clip_check,
         }
@@ -129,6 +130,11 @@ class Clipping:
 
         kind = type(self.optimizer).__name__
         return clip_stats(self._record, kind, self.optimizer.param_groups, layers=layers)
+
+    def last_clip(self) -> tuple[float, float]:
+        """Norm of the last gradient before clipping, and the factor on it, as for :class:`ClippedSGD`."""
+        counters = self._record.read()
+        return counters.grad_norm, counters.coefficient
 
     def spikes(self) -> list[Spike]:
         """The last steps whose gradient norm stood out, as for :class:`ClippedSGD`."""

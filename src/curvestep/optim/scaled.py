@@ -204,6 +204,11 @@ class ScaledOptimizer(Optimizer, ABC):
         """
         return list(self._record.read().spikes)
 
+    def last_clip(self) -> tuple[float, float]:
+        """Norm of the last gradient before clipping, and the factor on it; waits for a device once."""
+        counters = self._record.read()
+        return counters.grad_norm, counters.coefficient
+
     def clip_stats(self, *, layers: bool = False) -> ClipStats:
         """Last gradient norm and coefficient, and how often clipping fired.
 

@@ -86,14 +86,14 @@ def norms_part(start: Start, parameters: Sequence[Tensor], groups: Mapping[str, 
     g = start.grad_norm
     length = global_norm(lengths).item()
     part: Row = {"grad_norm": g, "step_norm": length}
+    along = None
     if g > 0 and length > 0:
         along = SlopeAlong(parameters, start.point)
         for i, gradient in enumerate(start.gradients):
             along(i, gradient, None)
         part["cosine"] = _cosine(-along.total, g, length)
-        part |= layer_norms(start.gradients, lengths, groups, along)
-    elif groups:
-        part |= layer_norms(start.gradients, lengths, groups, None)
+    if groups:
+        part["layers"] = layer_norms(start.gradients, lengths, groups, along)
     return part
 
 
@@ -108,7 +108,7 @@ def layer_norms(
         layers[name] = {"grad_norm": g, "step_norm": length}
         if along is not None and g > 0 and length > 0:
             layers[name]["cosine"] = _cosine(-along.share_of(indices), g, length)
-    return {"layers": layers} if layers else {}
+    return layers
 
 
 def _cosine(product: float, one: float, other: float) -> float:

@@ -73,7 +73,15 @@ class ClipsItself(Protocol):
     """An optimizer that clips inside its step, and says how."""
 
     def clip_stats(self) -> Mapping[str, float]:
-        """At least the norm of the last gradient and the ``coefficient`` of the last step."""
+        """What it counted."""
+        ...
+
+    def last_clip(self) -> tuple[float, float]:
+        """The norm of the last gradient, and the factor on it."""
+        ...
+
+    def spikes(self) -> list[Row]:
+        """The gradients that stood out, oldest first."""
         ...
 
 
@@ -83,15 +91,6 @@ class HasEdge(Protocol):
 
     def clip_edge(self) -> tuple[float, float]:
         """The gradient norm there, and the coefficient."""
-        ...
-
-
-@runtime_checkable
-class LogsSpikes(Protocol):
-    """An optimizer that keeps a log of gradients that stood out."""
-
-    def spikes(self) -> list[Row]:
-        """The log, oldest first."""
         ...
 
 
@@ -386,14 +385,14 @@ class StepObserver:
         for optimizer in self.optimizers:
             if not isinstance(optimizer, ClipsItself):
                 continue
-            stats = optimizer.clip_stats()
+            norm, factor = optimizer.last_clip()
             if gradients is not None:  # it may train a part of the model
                 own = {id(p) for group in optimizer.param_groups for p in group["params"]}
                 pairs = zip(self._parameters, gradients, strict=True)
                 grad_norm = global_norm(g for p, g in pairs if id(p) in own).item()
             if not grad_norm > 0:
-                return stats["coefficient"]
-            return stats["coefficient"] * stats["grad_norm"] / grad_norm
+                return factor
+            return factor * norm / grad_norm
         if not (self.optimizers and grad_norm > 0):
             return None
         handed = self._grad_norm
@@ -406,7 +405,7 @@ class StepObserver:
 
     def spike_log(self) -> list[Row] | None:
         """The spikes that the optimizers have logged; None if none of them keeps a log."""
-        logs = [optimizer.spikes() for optimizer in self.optimizers if isinstance(optimizer, LogsSpikes)]
+        logs = [optimizer.spikes() for optimizer in self.optimizers if isinstance(optimizer, ClipsItself)]
         if not logs:
             return None
         return [spike for log in logs for spike in log]

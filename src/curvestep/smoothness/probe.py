@@ -249,7 +249,7 @@ class SmoothnessProbe:
             raise
         self._optimizer_steps = True
 
-    def _end(self) -> None:
+    def _end(self, *_: object) -> None:
         """Measure after the optimizer's step, write the row, and count the step."""
         step = self._measured
         self._optimizer_steps = False
@@ -260,6 +260,7 @@ class SmoothnessProbe:
                 self._memory.measurements += 1
         finally:
             self._finish_step()
+        self._versions = versions_of(self._unheld)
 
     def watch(self, optimizer: Optimizer) -> SmoothnessProbe:
         """Measure around every step of ``optimizer`` that is due, by hooks on it; returns the probe.
@@ -279,7 +280,7 @@ class SmoothnessProbe:
         self._watched = optimizer
         self._handles += [
             optimizer.register_step_pre_hook(self._before_step),
-            optimizer.register_step_post_hook(self._after_step),
+            optimizer.register_step_post_hook(self._end),
         ]
         self._unheld = [p for p in self.parameters if not trains_any(optimizer, [p])]
         return self
@@ -427,11 +428,6 @@ class SmoothnessProbe:
                     f"The model is in eval mode, and {type(layer).__name__} acts otherwise in training. "
                     "Sharpness is that of another loss. Call `model.train()` before the forward pass.",
                 )
-
-    def _after_step(self, *_: object) -> None:
-        """End, and remember what the watched optimizer has no hold of."""
-        self._end()
-        self._versions = versions_of(self._unheld)
 
     def _warn_of_others(self) -> None:
         """Warn once that such parameters moved between two steps of the watched optimizer."""

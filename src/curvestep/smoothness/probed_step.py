@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch import Tensor, nn
@@ -239,6 +239,7 @@ class ProbedStep:
             self._test_writes(raw)
         row["self_test"] = self._memory.test.error
         if oracle is not None:
+            self.num_gradients += len(oracle)
             with self._replay(oracle) as replay:
                 first = replay.gradient()
             row["loss"] = over_ranks(first.loss.item(), settings.model, mean=True)
@@ -251,6 +252,7 @@ class ProbedStep:
         if halves is not None:  # after the step they would not be independent
             gradients: list[Gradients] = []
             for half in halves:
+                self.num_gradients += 1
                 with self._replay(half) as replay:
                     gradients.append(replay.gradient().gradients)
             row |= noise_of_halves(*gradients)
@@ -306,10 +308,7 @@ class ProbedStep:
                 layers=row.get("layers", {}),
                 geometry=geometry,
             )
-            assert self._measured is not None
-            with self._replay(self._measured) as replay:
-                for part in self._estimates(segment, replay):
-                    row |= part
+            self._measure_along(segment)
             row |= summary_part(row)
 
     def row(self) -> Row:
@@ -369,7 +368,7 @@ class ProbedStep:
         if not clipped:
             return gradients
         self.num_gradients += 1
-        with self._replay(loss, counted=False) as replay:
+        with self._replay(loss) as replay:
             return self._memory.test.replayed_gradient(replay, gradients, self._seen)
 
     def _test_replays(self, trained: Gradients | None) -> None:
@@ -379,7 +378,7 @@ class ProbedStep:
         if test.error is not None and not is_due:
             return
         assert self._measured is not None
-        with self._replay(self._measured, counted=False) as replay:
+        with self._replay(self._measured) as replay:
             if trained is None or not test.confirms(replay, trained, self._seen):
                 test.run(replay, trained, self._seen)
 
@@ -394,7 +393,7 @@ class ProbedStep:
         if memory.writes_tested or isinstance(self._measured, GradientOracle) or not 0 < size < math.inf:
             return
         assert self._measured is not None
-        with self._replay(self._measured, counted=False) as replay:
+        with self._replay(self._measured) as replay:
             fraction = NEARBY * length / size
             replay.move(raw, fraction)
             try:
@@ -413,34 +412,36 @@ class ProbedStep:
         memory.writes_found = True
         raise kind(reason)
 
-    def _replay(self, closure: Closure, *, counted: bool = True) -> Replay:
+    def _replay(self, closure: Closure) -> Replay:
         """The replay of ``closure``, not yet open, from the state in which training's first pass started."""
         replay = self._settings.replay
+        replay.closure = closure
         replay.state = self._seen.state
-        price = 1
         if isinstance(closure, GradientOracle):  # its batches are its own: its gradients start from now
             self._oracle_state = self._oracle_state or PassState(self._settings.model)
             replay.state = self._oracle_state
-            price = len(closure)
         replay.inputs = list(self._seen.inputs.values())
-
-        def priced() -> object:
-            self.num_gradients += price
-            return closure()
-
-        replay.closure = priced if counted else closure
         return replay
 
-    def _estimates(self, segment: Segment, replay: Replay) -> Iterator[Row]:
-        """The parts of the row that are due, one by one: what comes before a failure is kept."""
+    def _measure_along(self, segment: Segment) -> None:
+        """Measure the step that was taken, part by part: what comes before a failure is kept."""
         settings = self._settings
         memory = self._memory
-        for name, measure in PARTS_AT_START.items():
-            if name in settings.estimators and memory.measurements % settings.estimators[name] == 0:
-                yield measure(segment, replay)
-        along = along_step(segment, replay, settings.fractions or (*short_fractions(memory.rates), 1.0))
+        assert self._measured is not None
+        replay = self._replay(self._measured)
+        passes_before = replay.num_passes
+        try:
+            with replay:
+                for name, measure in PARTS_AT_START.items():
+                    if name in settings.estimators and memory.measurements % settings.estimators[name] == 0:
+                        self._row |= measure(segment, replay)
+                fractions = settings.fractions or (*short_fractions(memory.rates), 1.0)
+                along = along_step(segment, replay, fractions)
+        finally:
+            price = 1 if settings.oracle is None else len(settings.oracle)
+            self.num_gradients += price * (replay.num_passes - passes_before)
+        self._row |= along
         if segment.start.grad_norm > 0:
             rate = along["secants"][0] * segment.step_norm / segment.start.grad_norm
             if 0 < rate < math.inf:
                 memory.rates.append(rate)
-        yield along
