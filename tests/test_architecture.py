@@ -1,4 +1,4 @@
-"""The shape of the tree: imports point one way, names stand once, no folder is crowded."""
+"""The shape of the tree: imports point one way, names stand once, folders are small, tests mirror modules."""
 
 import ast
 from collections import Counter
@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "src" / "curvestep"
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "src" / "curvestep"
+LABORATORY = ROOT / "reproduction" / "src" / "curvestep_reproduction"
 MOST_MODULES = 14  # in a folder
 MIRRORED = {"SmoothnessCallback", "ClipCallback"}  # the same callbacks for two frameworks
 
@@ -160,3 +162,73 @@ def test_no_public_class_name_stands_twice():
         if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
     )
     assert {name for name, count in classes.items() if count > 1} <= MIRRORED
+
+
+# Modules without a test file of their own name, and the file that tests them, with the reason.
+TESTED_IN = {
+    # Sentences: whoever says them is tested for their kinds.
+    "advice/advice_words.py": "advice/test_advice.py",
+    "calibration/calibration_words.py": "calibration/test_pilots.py",
+    "fit/fit_words.py": "fit/test_fit.py",
+    # What a step is made of: one contract and one parity suite hold every optimizer to it, on every path.
+    "optim/clipped.py": "optim/test_contract.py",
+    "optim/normalized.py": "optim/test_contract.py",
+    "optim/scaled.py": "optim/test_contract.py",
+    "optim/sgd.py": "optim/test_equivalence.py",
+    "optim/update.py": "optim/test_equivalence.py",
+    "optim/rule_thresholds.py": "test_clip_rules.py",
+    # A function whose parts have files: its refusals, its trials and what it leaves unchanged.
+    "calibration/calibrate.py": "calibration/test_unchanged.py",
+    "calibration/loaders.py": "calibration/test_refusals.py",
+    "calibration/lr_schedules.py": "calibration/test_method.py",
+    "calibration/result.py": "calibration/test_method.py",
+    # Half of a callback: seen where a framework calls it.
+    "integrations/reporting.py": "integrations/test_lightning.py",
+    "integrations/step_norms.py": "integrations/test_clip_callback.py",
+    "parameter_names.py": "integrations/test_clip_callback.py",
+    # Plain data, seen in what is made of it.
+    "report/chart.py": "report/test_charts.py",
+    # Runs on several processes only, which are started once for each room.
+    "tensors/distributed.py": "optim/test_distributed.py",
+}
+TESTED_IN_LABORATORY = {
+    # A rule and its statistics are tested by the verdicts that they give.
+    "claims/judges.py": "claims/test_statements.py",
+    "claims/statistics.py": "claims/test_statements.py",
+    # What a command or a recipe says of itself.
+    "cli.py": "test_cli_reproduction.py",
+    "recipe_options.py": "test_cli_reproduction.py",
+    "recipe_fields.py": "test_recipes.py",
+    "cost.py": "test_recipes.py",
+    # Two data sets with the same ways to come by them.
+    "data/corpus.py": "data/test_data.py",
+    "data/images.py": "data/test_data.py",
+    # Figures are drawn from the same made-up runs.
+    "figures/fig1_scatter.py": "figures/test_figures.py",
+    "figures/fig4_curves.py": "figures/test_figures.py",
+    "figures/fig6_data_fraction.py": "figures/test_figures.py",
+    "figures/fig8_lstm_gd.py": "figures/test_figures.py",
+    "figures/grid.py": "figures/test_figures.py",
+    "figures/layout.py": "figures/test_figures.py",
+    "figures/fig7_synthetic.py": "figures/test_synthetic.py",
+    "figures/legend.py": "figures/test_reproduction.py",
+    "figures/plan.py": "figures/test_reproduction.py",
+    # The folder and the session of a run are those of the loop, and of what resumes it.
+    "training/run_folder.py": "training/test_loop.py",
+    "training/session.py": "training/test_checkpoint.py",
+}
+
+
+@pytest.mark.parametrize(
+    ("package", "tests", "tested_in"),
+    [
+        (PACKAGE, ROOT / "tests", TESTED_IN),
+        (LABORATORY, ROOT / "reproduction" / "tests", TESTED_IN_LABORATORY),
+    ],
+    ids=["library", "laboratory"],
+)
+def test_every_module_has_a_test_file_or_a_reason(package, tests, tested_in):
+    modules = [path.relative_to(package) for path in package.rglob("*.py") if not path.stem.startswith("__")]
+    without = [path for path in modules if not (tests / path.parent / f"test_{path.name}").exists()]
+    assert {path.as_posix() for path in without} == tested_in.keys()
+    assert [file for file in tested_in.values() if not (tests / file).exists()] == []
