@@ -101,20 +101,21 @@ def train(name, kind, seed, rates, *, measured, steps=STEPS):
     """Training losses, and the rows of a probe if it is ``measured``."""
     task = TASKS[name]
     model = task.start(seed)
+    loss_of = task.loss  # the task itself reads files, which no loss may do that is computed again
     optimizers = optimizers_of(model, kind, rates)
     schedules = [torch.optim.lr_scheduler.LambdaLR(one, share_of_peak) for one in optimizers]
     fixed = list(islice(task.stream(seed, "measuring"), NUM_BATCHES))
-    oracle = cs.GradientOracle(lambda batch: task.loss(model, batch), fixed)
+    oracle = cs.GradientOracle(lambda batch: loss_of(model, batch), fixed)
     estimators = {"layer_curvature": 4}
     probe = cs.SmoothnessProbe(
         model, every=EVERY if measured else steps, fractions=(1.0,), oracle=oracle, estimators=estimators
     )
     losses = []
     for batch in islice(task.stream(seed, "training"), steps):
-        loss = task.loss(model, batch)
+        loss = loss_of(model, batch)
         loss.backward()
         if measured:
-            with probe(lambda batch=batch: task.loss(model, batch)):
+            with probe(lambda batch=batch: loss_of(model, batch)):
                 for one in optimizers:
                     one.step()
         else:
