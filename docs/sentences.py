@@ -126,12 +126,8 @@ def templates() -> Iterator[Template]:
 def page_sentences() -> Iterator[Template]:
     """The sentences of README and the hand-written pages, without code, tables and targets of links."""
     for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))):
-        text = re.sub(
-            r"^```.*?^```|<!--.*?-->|^\|.*$|^#.*$|^!\[.*$|\$\$.*?\$\$",
-            "",
-            path.read_text(encoding="utf-8"),
-            flags=re.DOTALL | re.MULTILINE,
-        )
+        text = re.sub(r"(?ms)^ *```.*?^ *```|<!--.*?-->|\$\$.*?\$\$", "", path.read_text(encoding="utf-8"))
+        text = re.sub(r"(?m)^(\||#|!\[|>).*$", "", text)
         text = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", text)
         for paragraph in re.split(r"\n\s*\n|\n\s*(?:[-*>]|\d+\.)\s", text):
             for sentence in re.split(r"(?<=[.!?:])\s+(?=[A-Z`*])", " ".join(paragraph.split())):
