@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from docs.check_site import WIDTHS, dead_links, pixels_beyond
 from docs.outputs import PAGES as PAGES_WITH_OUTPUT, calibration_in, with_outputs
 from torch import nn
 from torch.nn import functional as F
@@ -168,6 +169,11 @@ def test_the_site_builds_strictly(site):
 
 
 @pytest.mark.slow
+def test_no_link_of_the_site_is_dead_and_no_page_an_orphan(site):
+    assert dead_links(site) == []
+
+
+@pytest.mark.slow
 def test_the_list_of_the_api_has_every_public_name(site):
     listed = re.sub(r"<[^>]+>", " ", (site / "api" / "index.html").read_text())
     assert [name for name in curvestep.__all__ if not re.search(rf"\b{name}\b", listed)] == []
@@ -194,7 +200,7 @@ ALL_DRAWN = "[...document.querySelectorAll('.arithmatex')].every(formula => form
 @pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium on the path: apt-get install chromium")
-def test_the_site_asks_no_other_server_and_draws_every_formula(site):
+def test_pages_ask_no_other_server_draw_formulas_and_do_not_scroll_sideways(site):
     playwright = pytest.importorskip("playwright.sync_api")
     handler = functools.partial(QuietHandler, directory=site)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, playwright.sync_playwright() as driver:
@@ -211,6 +217,7 @@ def test_the_site_asks_no_other_server_and_draws_every_formula(site):
             tab.wait_for_function(ALL_DRAWN, timeout=120_000)  # some time after the page has come
             assert tab.locator(".katex-error").count() == 0, page
             formulas += tab.locator(".arithmatex").count()
+            trouble += [f"{page} at {width}" for width in WIDTHS if pixels_beyond(tab, width)]
         server.shutdown()
     assert trouble == []
     assert formulas > 100
