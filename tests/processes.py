@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+OURS = {"curvestep", "curvestep_reproduction", "tests", "reproduction", "docs", "benchmarks", "conftest"}
 CONTEXT = multiprocessing.get_context("forkserver")
 # What is not installed is passed over. Torch's optimizers import its compiler when they are made.
 CONTEXT.set_forkserver_preload(
@@ -54,6 +55,31 @@ def run_command(*words, largest_file=None):
         process.start()
         process.join()
         return subprocess.CompletedProcess(words, process.exitcode, *(path.read_text() for path in paths))
+
+
+def run_pytest(folder, *arguments):
+    """Pytest on another copy of the repository, as in a fresh process there, without the kernel."""
+    with tempfile.TemporaryDirectory() as temporary:
+        output = Path(temporary) / "output"
+        process = CONTEXT.Process(target=_pytest, args=(folder, arguments, output))
+        process.start()
+        process.join()
+        return subprocess.CompletedProcess(arguments, process.exitcode, output.read_text())
+
+
+def _pytest(folder, arguments, output):
+    import pytest
+
+    for number in (1, 2):
+        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
+    for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
+        del sys.modules[name]
+    paths = [str(folder / "src"), str(folder / "reproduction" / "src")]
+    sys.path[:0] = paths
+    os.environ.update(PYTHONPATH=os.pathsep.join(paths), CURVESTEP_KERNEL="0")
+    os.chdir(folder)
+    known = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of plugins that are imported already
+    sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", *known, *arguments])))
 
 
 def _command(words, paths, largest_file):
