@@ -208,7 +208,7 @@ def certify_lower_bound(
         return _certificate(guarantee, math.inf, reasons)
     steps = np.ravel(np.asarray(fractions, dtype=np.float64)) * pair.largest_step
     too_long = FixedStep(lr=pair.largest_step * 1.001)
-    if math.isfinite(first_hits(pair.wall, too_long, np.array(pair.wall_start), guarantee.eps, 1000).item()):
+    if math.isfinite(first_hits(pair.wall, too_long, np.array(pair.wall_start), guarantee.eps, 200).item()):
         reasons.append(Note("faster", "a step above the limit of the wall reached its minimum"))
     num_steps = min(10_000_000, math.ceil(guarantee.bound) * 4 + 100)
     hits = np.zeros(steps.shape)

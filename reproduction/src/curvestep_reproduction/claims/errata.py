@@ -13,13 +13,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from curvestep.theory.certificates import certify, certify_lower_bound
-from curvestep.theory.complexity import first_hits
+from curvestep.theory.complexity import descend, first_hits
+from curvestep.theory.problems.base import BoundedNoise
 from curvestep.theory.problems.deep_linear import DeepLinear
 from curvestep.theory.problems.polynomials import Quadratic, Quartic
 from curvestep.theory.problems.walls import ExponentialWall, PrintedWall, SlowValley
 from curvestep.theory.rules import FixedStep
 from curvestep.theory.theorems.clipped_gd import theorem3
-from curvestep.theory.theorems.clipped_sgd import theorem7
+from curvestep.theory.theorems.clipped_sgd import theorem7, theorem8
 from curvestep.theory.theorems.fixed_gd import gradient_bound, theorem4
 
 NOISE_STEPS = 20_000  # iterations over which the mean of a noisy iterate is taken
@@ -199,6 +200,27 @@ def _bounded_gap_is_finite() -> Check:
     )
 
 
+def _noise_leaves_the_sublevel_set() -> Check:
+    """Theorem 8's printed step: noise carries iterates to where f > f(x0) and the gradient exceeds M."""
+    wall = ExponentialWall(L0=1.0, L1=1.0)
+    start = wall.start(M=0.5)
+    gap = float(wall.gap(np.asarray(start)))
+    guarantee = theorem8(L0=1.0, L1=1.0, gap=gap, eps=0.45, M=0.5, tau=1.0, version="printed")
+    assert isinstance(guarantee.rule, FixedStep)
+    runs = descend(wall, guarantee.rule, np.full(64, start), 20_000, noise=BoundedNoise(1.0))
+    largest = float(runs.grad_norms.max())
+    return Check(largest > 0.5, f"where M = 0.5, 64 noisy runs meet gradients up to {largest:.2g}")
+
+
+def _sgd_with_bounded_gradients() -> Check:
+    valley = SlowValley(0.1)
+    start = valley.start(gap=0.5)
+    guarantee = theorem8(L0=0.3, L1=0.0, gap=0.5, eps=0.1, M=0.2, tau=0.1)
+    found = certify(valley, guarantee, np.asarray(start), num_runs=16)
+    words = f"with M everywhere: {found.measured:,.0f} iterations of {found.bound:,.0f} allowed"
+    return Check(found.status == "holds", words)
+
+
 def _printed_ratio() -> Check:
     condition = (4 * 30.0**3 * 10 + 0.1) / 0.1
     return Check(condition > 1e7, f"(M L1 + L0)/L0 is {condition:.3g} with the printed numbers")
@@ -286,6 +308,14 @@ ERRATA = (
         counterexample=_wall_bounds_its_gradients,
         correction="It follows: M/L1 − (L0/L1²) ln(1 + L1 M/L0) ≤ f(x0) − f*.",
         certificate=_gradient_bound_is_sharp,
+    ),
+    Erratum(
+        name="theorem-8-gradients",
+        source="Theorem 8",
+        printed="M bounds the gradients where f ≤ f(x0), and T = (Δ + V)²/ε⁴ with V = (5L0 + 4L1 M)(M + τ)².",
+        counterexample=_noise_leaves_the_sublevel_set,
+        correction="M must bound them everywhere, and Markov's inequality gives (2Δ + V)²/ε⁴.",
+        certificate=_sgd_with_bounded_gradients,
     ),
     Erratum(
         name="theorem-3-taylor",

@@ -85,10 +85,14 @@ def as_correlation(z: Spread) -> str:
     Example:
         >>> as_correlation(Spread(values=(0.5, 0.6, 0.7)))
         '0.54 [0.41, 0.65]'
+        >>> as_correlation(Spread(values=(0.5,)))
+        '0.46, one seed'
     """
     low, high = z.interval
-    words = f"{math.tanh(z.mean):.2f} [{math.tanh(low):.2f}, {math.tanh(high):.2f}]"
-    return f"{words}, one seed" if len(z.values) == 1 else words
+    one = ", one seed" if len(z.values) == 1 else ""
+    if math.isinf(high):
+        return f"{math.tanh(z.mean):.2f}{one}"
+    return f"{math.tanh(z.mean):.2f} [{math.tanh(low):.2f}, {math.tanh(high):.2f}]{one}"
 
 
 def exponent(run: TrainedRun) -> float:

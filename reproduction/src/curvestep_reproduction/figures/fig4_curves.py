@@ -232,7 +232,9 @@ def _all_runs(scale: str) -> list[Planned]:
         *legend.runs_of(scale, [*short, *legend.IMAGES, *legend.IMAGES_WITH_DROPS]),
         *legend.long_runs(scale),
         *legend.float32_runs(scale),
-        *legend.run_again(scale, legend.CALIBRATED, calibrated=True, probe_every=0, eval_every=0),
+        *legend.run_again(
+            scale, legend.CALIBRATED, seeds=legend.THREE, calibrated=True, probe_every=0, eval_every=0
+        ),
     ]
 
 
@@ -295,7 +297,7 @@ def _finding(settings: Sequence[Sequence[TrainedRun]]) -> str:
     ended = [runs for runs in images if all(run.has_ended and run.rows("test") for run in runs)]
     errors = _best_of(ended, lambda runs: 100 - spread(runs, accuracy).mean)
     if all(math.isfinite(error) for error in errors):
-        words.append(f"images reach {100 - errors[0]:.1f} % with, {100 - errors[1]:.1f} % without")
+        words.append(f"images reach {100 - errors[0]:.1f} % with it, {100 - errors[1]:.1f} % without")
     return "; ".join(words) or "training with and without clipping"
 
 

@@ -203,12 +203,19 @@ def long_measured_runs(scale: str) -> list[Planned]:
     return [Planned(LONG, with_fields(recipe_of(BY_HAND, scale, EPOCH[0]), **fields))]
 
 
-def run_again(scale: str, setting: str, *, calibrated: bool = False, **fields: Any) -> list[Planned]:
-    """At laptop scale the first setting once more, on the seed that is shown, with other fields."""
+def run_again(
+    scale: str,
+    setting: str,
+    *,
+    seeds: Sequence[int] = (SHOWN_SEED,),
+    calibrated: bool = False,
+    **fields: Any,
+) -> list[Planned]:
+    """At laptop scale the first setting once more, on these of its seeds, with other fields."""
     if scale != "laptop":
         return []
-    (shown,) = [run for run in runs_of(scale, [BY_HAND]) if run.recipe.seed == SHOWN_SEED]
-    return [Planned(setting, with_fields(shown.recipe, **fields), calibrated=calibrated)]
+    again = [run.recipe for run in runs_of(scale, [BY_HAND]) if run.recipe.seed in seeds]
+    return [Planned(setting, with_fields(recipe, **fields), calibrated=calibrated) for recipe in again]
 
 
 # How figures show the settings
