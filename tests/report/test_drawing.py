@@ -58,3 +58,13 @@ def test_every_result_has_a_figure_that_a_notebook_shows(shown):
         titles = [panel.get_title() for panel in figure.axes if panel.get_title()]
         assert len(titles) == panels, (name, titles)
         assert figure._repr_png_().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("ends", [(0.62, 1.3), (0.22, 0.57), (0.9, 1.1), (1.0, 3.9), (0.05, 2.0)])
+def test_a_log_axis_has_two_ticks_or_more_even_in_a_part_of_a_decade(ends):
+    chart = Chart("c", "t", Axis("x", log=True), Axis("y"), (Series("", np.array(ends), np.ones(2)),))
+    (axis,) = figure_of([chart]).axes
+    axis.set_xlim(*ends)
+    shown = [tick for tick in axis.get_xticks() if ends[0] <= tick <= ends[1]]
+    assert 2 <= len(shown) <= 9
+    assert np.allclose([float(f"{tick:.1g}") for tick in shown], shown)

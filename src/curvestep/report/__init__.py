@@ -10,6 +10,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
+from curvestep.checks import needs_extra
+
 if TYPE_CHECKING:
     from curvestep.report.page import Page
     from curvestep.smoothness.probe import SmoothnessProbe
@@ -33,8 +35,8 @@ def report(
     Returns:
         Where the page is (``path``), and what it says (``verdicts``, ``runs``).
     """
-    from curvestep.report.page import write_page
-
+    with needs_extra("report"):
+        from curvestep.report.page import write_page
     return write_page(runs, output, title=title, overwrite=overwrite)
 
 

@@ -8,15 +8,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from curvestep.checks import needs_extra
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
+
 from curvestep.report.chart import COLOURS, Chart, Series
 from curvestep.report.markup import visible
-
-with needs_extra("report"):
-    import matplotlib
-    from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
-    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 ITERATIONS = "viridis"  # dark is early; grows evenly in lightness
 _PALETTE: dict[int | str, str] = {
@@ -170,7 +169,7 @@ def log_axes(panel: Axes, *, x: bool = True, y: bool = True) -> None:
 
 
 class _Ticks(LogLocator):
-    """1, 2 and 5 in each decade; over more than two decades only 1, in a part of one few."""
+    """1, 2 and 5 in each decade; over more than two decades only 1; in a part of one at least two."""
 
     def tick_values(self, vmin: float, vmax: float) -> Sequence[float]:
         if vmin > 0 and vmax / vmin > 200:
@@ -178,7 +177,11 @@ class _Ticks(LogLocator):
         else:
             self.set_params(subs=(1.0, 2.0, 5.0), numticks=15)
         ticks = super().tick_values(vmin, vmax)
-        if vmin > 0 and vmax / vmin > 4:
+        if vmin <= 0 or vmax / vmin > 4:
             return ticks
-        inside = [tick for tick in ticks if vmin <= tick <= vmax]
-        return inside[:: 1 + len(inside) // 5]
+        decades = 10.0 ** np.arange(np.floor(np.log10(vmin)), np.log10(vmax))
+        for numbers in ((1, 2, 5), range(1, 10)):
+            inside = [n * d for d in decades for n in numbers if vmin <= n * d <= vmax]
+            if len(inside) > 1:
+                return inside
+        return [tick for tick in ticks if vmin <= tick <= vmax]

@@ -55,6 +55,8 @@ def scatter(panels: Sequence[Panel], runs: Sequence[TrainedRun], *, title: str) 
     """Panels of points side by side, at most three in a row."""
     size = SMALL_PANEL if len(panels) > 2 else PANEL
     note = f"{NOTE} {trained_on(runs)}."
+    if any(run.recipe.lr_drops for run in runs):
+        note += " Groups of one colour: the learning rate dropped between them."
     return figure_of_panels(panels, title=title, note=note, columns=3, size=size)
 
 
@@ -117,7 +119,7 @@ def _shown(name: str, words: dict[str, str]) -> Callable[[Results], Figure]:
             if correlation_of(shown):
                 found.append(f"{correlation_of(shown)} {words[setting]}")
             runs += shown
-        correlated = f"smoothness and gradient norm correlate by {', '.join(found)}"
+        correlated = f"smoothness and gradient norm have r = {', '.join(found)}"
         title = f"{name}: {correlated if found else 'too few rows for a correlation'}"
         return scatter(panels, runs, title=title)
 
@@ -171,7 +173,7 @@ FIG2 = PaperFigure(
         {
             legend.BY_HAND: "at lr 30 with clipping",
             legend.SMALL_LR: "at lr 2 without",
-            legend.SMALL_LR_CLIPPED: "at lr 2 with",
+            legend.SMALL_LR_CLIPPED: "at lr 2 with it",
         },
     ),
 )

@@ -32,9 +32,9 @@ COLOURS = {
 }
 SHORT = {NOT_REPRODUCED: "not repr.", NOT_TESTED: "–"}  # words that need less room
 UNTRAINED = "no training"  # column of the claims that no run decides
-ROW = 0.27  # inches
+ROW = 0.31  # inches, for two lines
 WIDTH = 8.6  # inches
-STATEMENT = 80  # characters of a claim that a row shows
+STATEMENT = 78  # characters in a line of a claim
 
 
 def claims_grid(by_scale: Mapping[str, Sequence[Claim]]) -> Figure:
@@ -54,9 +54,7 @@ def claims_grid(by_scale: Mapping[str, Sequence[Claim]]) -> Figure:
             axis.text(column + 0.5, -0.3, scale, ha="center", va="bottom", fontsize=9, fontweight="bold")
         for row, by_column in enumerate(cells.values()):
             claim = next(iter(by_column.values()))
-            words = f"{claim.source}: {claim.paper}"
-            if len(words) > STATEMENT:
-                words = f"{words[:STATEMENT].rsplit(' ', 1)[0]} …"
+            words = wrapped(f"{claim.source}: {claim.paper}", STATEMENT)
             axis.text(-0.1, row + 0.5, words, ha="right", va="center", fontsize=8)
             for column, scale in enumerate(columns):
                 if scale in by_column:
