@@ -18,7 +18,7 @@ CORE        := tests/tensors/test_kernel.py tests/tensors/test_vectors.py tests/
 # torch 2.6 says of its own SequentialLR that it is deprecated.
 CORE_TESTS  := -m pytest -q -n 2 --dist loadfile -m "not slow" -W "ignore:The epoch parameter:UserWarning"
 
-.PHONY: help test fast reproduce check format bench oldest compat soak faults sanitize docs build try clean
+.PHONY: help test fast reproduce keep check format bench oldest compat soak faults sanitize docs build try clean
 .DEFAULT_GOAL := help
 
 help:  ## this list
@@ -38,6 +38,9 @@ fast: $(READY)  ## the tests that take seconds
 
 reproduce: $(READY)  ## every figure and table of the paper at laptop scale
 	$(BIN)/python -m curvestep reproduce $(ARGS)
+
+keep: $(READY)  ## keep the ended runs below FOLDER, made by COMMIT, and write the pages
+	$(BIN)/python reproduction/pages.py --keep "$(FOLDER)" --commit "$(COMMIT)"
 
 check: $(READY)  ## formatting, lint, types
 	$(BIN)/ruff format --check .
@@ -70,10 +73,10 @@ compat: oldest $(READY)  ## the same with the pinned versions too
 	$(call core,$(BIN)/python)
 
 soak: $(READY)  ## 2,000 random parameter sets against float64, ten kills, 20,000 steps with the probe
-	$(BIN)/python benchmarks/soak.py --page benchmarks/results/soak.md $(ARGS)
+	$(BIN)/python benchmarks/soak.py --page docs/results/soak.md $(ARGS)
 
-faults: $(READY)  ## every test that tests/FAULTS.md names
-	$(BIN)/python -m pytest -q $$(grep -oE '[a-z_/]*tests/[a-z_/]+\.py::[a-zA-Z0-9_]+' tests/FAULTS.md | sort -u) $(ARGS)
+faults: $(READY)  ## every test that docs/results/faults.md names
+	$(BIN)/python -m pytest -q $$(grep -oE '[a-z_/]*tests/[a-z_/]+\.py::[a-zA-Z0-9_]+' docs/results/faults.md | sort -u) $(ARGS)
 
 sanitize: $(READY)  ## tests of the kernel, compiled with gcc's checks of memory and arithmetic
 	$(BIN)/python tests/support/sanitized.py -q -p no:cacheprovider -m "not slow" tests/tensors/test_kernel.py $(ARGS)

@@ -1,6 +1,6 @@
 """The within-step test on kept runs, beside its shuffled zero: python benchmarks/within_kept.py FOLDER...
 
-Unpack docs/results/*/runs.tar.xz first and name the folders. Of every setting: the answers of the test, and
+Unpack docs/results/*/*.tar.xz first and name the folders. Of every setting: the answers of the test, and
 what whole steps show if the overshoot is not minded, to see what the older numbers were worth.
 """
 

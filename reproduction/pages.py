@@ -1,10 +1,7 @@
 """Pages, figures and tables of the reproduction, from kept runs: python reproduction/pages.py.
 
-    --laptop FOLDER --commit COMMIT    first keep the runs below FOLDER that have ended, made by COMMIT
-    --longer FOLDER --commit COMMIT    likewise those of ``curvestep reproduce --scale longer``
-    --epoch FOLDER --commit COMMIT     likewise those of ``--scale epoch``
-    --paper FOLDER --commit COMMIT     likewise those of ``--scale paper``
-    --unended                          keep runs that have not ended, too, as they stand
+    --keep FOLDER --commit COMMIT    first keep the planned runs below FOLDER that have ended, made by COMMIT
+    --unended                        keep those that have not ended, too, as they stand
     --unfinished FOLDER --commit COMMIT    keep those that have not ended with their checkpoints, and no more
     --put-back FOLDER                  unpack these there, to go on with them, and no more
     --check                            write nothing: judge every claim anew and name the pages that disagree
@@ -35,6 +32,7 @@ from curvestep.trace.history import final_loss
 from curvestep.trace.run import read_json, write_json
 from curvestep_reproduction.archives import (
     KEPT,
+    SUFFIX,
     UNFINISHED,
     pack_runs,
     pack_unfinished,
@@ -65,16 +63,33 @@ from curvestep_reproduction.claims.statistics import (
     spread,
 )
 from curvestep_reproduction.figures.grid import claims_grid
-from curvestep_reproduction.figures.legend import length_words, missing_words
+from curvestep_reproduction.figures.legend import UNCLIPPED, length_words, missing_words
 from curvestep_reproduction.figures.plan import KEPT_CLAIMS, KeptRuns, Results, load_kept
 from curvestep_reproduction.figures.reproduction import draw_all, make_plan
 from curvestep_reproduction.training.run_folder import CHECKPOINT, TrainedRun, has_ended
 
 DOCS = Path(__file__).parents[1] / "docs"
 IMAGES = DOCS / "results" / "images"
+AS_PNG = ("epoch-fig2",)  # pictures that the package index shows, too
 NUMBERS = "results/claims.md"
 CHANGES = "results/verdicts.md"
 ERRATA_PAGE = "results/errata.md"
+README = "../reproduction/README.md"
+# Settings in the table of runs of docs/results/rule.md, in their order: A decides, B is run as time allows.
+RULES_RUNS = {
+    "A": {
+        "paper": (
+            "cifar-momentum",
+            "cifar-lr5clip0.25",
+            "cifar-momentum-float32",
+            "cifar-lr5clip0.25-float32",
+        ),
+        "epoch": ("lm-lr30clip0.25", "lm-lr2clip0.25", *UNCLIPPED),
+        "longer": ("lm-lr10clip0.25", "cifar-momentum", "cifar-lr5clip0.25", "cifar-lr1"),
+        "laptop": ("lm-calibrated",),
+    },
+    "B": {"epoch": ("lm-share0.1", "lm-share1", "lm-long"), "paper": ("cifar-lr1",)},
+}
 
 
 @dataclass(frozen=True)
@@ -126,6 +141,8 @@ CHANGED = {
     "gradients-stay": ("contradicted, supported", "on the oracle, with the paper's model"),
     "about-three-times": ("supported", "the interval must hold 3"),
     "normalizing-is-clipping": ("contradicted", "the paper says: up to a factor of the step size"),
+    "theorem-4": ("an erratum, not counted", "its functions leave the class that it names"),
+    "theorem-7": ("an erratum, not counted", "the printed step does not descend from every start"),
     "inside-steps": ("cannot tell, supported", "steps overshoot before the second fraction"),
 }
 
@@ -208,7 +225,9 @@ def disagreeing(page: Path, **parts: str) -> list[str]:
     """A line for each part of a page that says something else than these words."""
     text = page.read_text(encoding="utf-8")
     differ = [name for name, words in parts.items() if filled(page, {name: words}) != text]
-    return [f"{page.relative_to(DOCS)}: `{name}` disagrees with the kept runs" for name in differ]
+    return [
+        f"{page.resolve().relative_to(DOCS.parent)}: `{name}` disagrees with the kept runs" for name in differ
+    ]
 
 
 def load_page(page: Page, folder: Path) -> KeptRuns:
@@ -242,6 +261,8 @@ def draw_pictures(page: Page, kept: KeptRuns) -> str:
     for picture in [entry for entry in drawn.entries if entry["name"] in page.pictures]:
         name = f"{page.name}-{picture['name']}"
         shutil.copy(results.folder / picture["svg"], IMAGES / f"{name}.svg")
+        if name in AS_PNG:
+            shutil.copy(results.folder / picture["png"], IMAGES / f"{name}.png")
         shown.append(f"![{picture['title']}](images/{name}.svg)")
     return "\n\n".join(shown)
 
@@ -266,6 +287,7 @@ def claims_parts(
         NUMBERS: {"numbers": numbers},
         CHANGES: {"changed": changes_table(claims)},
         ERRATA_PAGE: {"errata": errata_list()},
+        README: {"missing": missing_table(kept)},
     }
 
 
@@ -300,6 +322,25 @@ def compute_table(kept: Mapping[str, KeptRuns]) -> str:
     return table(lines)
 
 
+def missing_table(kept: Mapping[str, KeptRuns]) -> str:
+    """Runs of the rule that are not kept yet, a row a list and scale, with core-hours and the command."""
+    head = ["list", "core-hours", "command"]
+    lines = [head, ["---"] * len(head)]
+    for letter, by_scale in RULES_RUNS.items():
+        for scale, settings in by_scale.items():
+            results = kept[scale].results
+            there = {run.folder.name for run in results.runs}
+            planned = [run for setting in settings for run in results.plan.of(setting)]
+            runs = [run for run in planned if run.name not in there]
+            if runs:
+                hours = sum(run.cost for run in runs) / 3600
+                names = " ".join(run.name for run in runs)
+                lines.append(
+                    [letter, f"{hours:.2g}", f"`curvestep reproduce --scale {scale} --only {names}`"]
+                )
+    return table(lines)
+
+
 def larger(by_scale: Mapping[str, Sequence[Claim]]) -> dict[str, list[dict[str, Any]]]:
     """The claims of the scales that the package keeps runs of, as plain values."""
     return {scale: [asdict(claim) for claim in rows] for scale, rows in by_scale.items() if scale != "laptop"}
@@ -316,31 +357,32 @@ def write_claims_pages(by_scale: Mapping[str, Sequence[Claim]], kept: Mapping[st
 
 
 def main(arguments: Iterable[str] | None = None) -> int:
-    """Take over runs where folders are given, then write every page, or with ``--check`` compare them."""
+    """Keep the runs of a folder if one is given, then write every page, or with ``--check`` compare them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    for page in PAGES:
-        parser.add_argument(f"--{page.scale}", type=Path, metavar="FOLDER")
+    parser.add_argument("--keep", type=Path, metavar="FOLDER")
     parser.add_argument("--unended", action="store_true", help="keep runs that have not ended, too")
     parser.add_argument("--unfinished", type=Path, metavar="FOLDER")
     parser.add_argument("--put-back", type=Path, metavar="FOLDER")
     parser.add_argument("--check", action="store_true", help="write nothing; name pages that disagree")
     parser.add_argument("--commit", help="that made the runs, as in their clone's `git log`")
-    given = vars(parser.parse_args(None if arguments is None else list(arguments)))
-    if given["unfinished"]:
-        check_commit(given, "unfinished", parser)
-        print(f"kept {', '.join(pack_unfinished(given['unfinished'], UNFINISHED, commit=given['commit']))}")
+    given = parser.parse_args(None if arguments is None else list(arguments))
+    if (given.keep or given.unfinished) and not given.commit:
+        parser.error("--commit is needed, the commit that made these runs")
+    if given.unfinished:
+        print(f"kept {', '.join(pack_unfinished(given.unfinished, UNFINISHED, commit=given.commit))}")
         return 0
-    if given["put_back"]:
-        print(f"put back {', '.join(put_back(UNFINISHED, given['put_back']))}")
+    if given.put_back:
+        print(f"put back {', '.join(put_back(UNFINISHED, given.put_back))}")
         return 0
+    if given.keep:
+        packed = keep(given.keep, commit=given.commit, unended=given.unended)
+        print(f"kept {', '.join(packed) or 'no run: none of the plan has ended'}")
     claims: dict[str, list[Claim]] = {}
     loaded: dict[str, Results] = {}
     kept: dict[str, KeptRuns] = {}
     lines: list[str] = []
     with tempfile.TemporaryDirectory() as folder:
         for page in PAGES:
-            if not given["check"]:
-                take_over(page, given, parser)
             found = load_page(page, Path(folder) / page.scale)
             kept[page.scale] = found
             loaded[page.scale] = found.results
@@ -348,12 +390,12 @@ def main(arguments: Iterable[str] | None = None) -> int:
             claims[page.scale] = make_claims(found.results, trained=page.scale != "laptop")
             file = DOCS / "results" / f"{page.name}.md"
             lines += found.damaged
-            if given["check"]:
+            if given.check:
                 lines += disagreeing(file, **tables_of(found))
             else:
                 fill(file, **tables_of(found), figures=draw_pictures(page, found))
                 print(f"{page.name}: drawn anew")
-    if given["check"]:
+    if given.check:
         lines += pages_that_disagree(claims, kept)
         print("\n".join([tally(decided(claims)), *(lines or ["Every page agrees with its kept runs."])]))
         return int(bool(lines))
@@ -373,24 +415,24 @@ def pages_that_disagree(by_scale: Mapping[str, Sequence[Claim]], kept: Mapping[s
     return lines
 
 
-def take_over(page: Page, given: dict[str, Any], parser: argparse.ArgumentParser) -> None:
-    """Pack the runs of the folder that is given for a page, if one is."""
-    if not given[page.scale]:
-        return
-    check_commit(given, page.scale, parser)
-    folder = given[page.scale]
-    packed = pack_runs(folder, page.archives, commit=given["commit"], unended=given["unended"])
-    if page.scale == "paper":
-        for run in runs_below(folder):
-            if has_ended(run) and (run / CHECKPOINT).exists():
-                save_weights(run, page.archives / f"{run.name}.npz")
-    print(f"{page.name}: kept {', '.join(packed) or 'no run: none has ended'}")
-
-
-def check_commit(given: dict[str, Any], option: str, parser: argparse.ArgumentParser) -> None:
-    """An error of the command line unless the commit that made the runs is given."""
-    if not given["commit"]:
-        parser.error(f"--{option} needs --commit, the commit that made these runs")
+def keep(folder: Path, *, commit: str, unended: bool = False) -> list[str]:
+    """Pack the runs below a folder, each with those of its scale; their names. Runs of no plan are left."""
+    by_scale: dict[str, list[Path]] = {}
+    for run in runs_below(folder):
+        by_scale.setdefault(TrainedRun.load(run).recipe.scale, []).append(run)
+    packed = []
+    for page in PAGES:
+        planned = {run.name for run in make_plan(page.scale).runs}
+        runs = [run for run in by_scale.get(page.scale, []) if run.name in planned]
+        packed += pack_runs(runs, page.archives, commit=commit, unended=unended)
+        for run in runs:
+            if has_ended(run):  # nothing is left to go on with
+                (UNFINISHED / f"{run.name}{SUFFIX}").unlink(missing_ok=True)
+        if page.scale == "paper":
+            for run in runs:
+                if has_ended(run) and (run / CHECKPOINT).exists():
+                    save_weights(run, page.archives / f"{run.name}.npz")
+    return packed
 
 
 if __name__ == "__main__":

@@ -3,7 +3,14 @@
 import pytest
 import torch
 
-from curvestep_reproduction.archives import load_weights, pack_runs, pack_unfinished, put_back, save_weights
+from curvestep_reproduction.archives import (
+    load_weights,
+    pack_runs,
+    pack_unfinished,
+    put_back,
+    runs_below,
+    save_weights,
+)
 from curvestep_reproduction.models import ResNet20
 from curvestep_reproduction.tasks import make_task
 from curvestep_reproduction.training.devices import run_context
@@ -49,6 +56,6 @@ def test_final_weights_give_the_accuracy_of_the_run(tmp_path):
         model.load_state_dict(load_weights(tmp_path / "run.npz"))
         found = make_task(recipe).evaluate(model, "test", torch.device("cpu"))
     assert found["accuracy"] == result.metrics["test"]["accuracy"]
-    (name,) = pack_runs(tmp_path / "out", tmp_path / "kept", commit=COMMIT)
+    (name,) = pack_runs(runs_below(tmp_path / "out"), tmp_path / "kept", commit=COMMIT)
     assert TrainedRun.load(tmp_path / "out" / name).has_ended
     assert (tmp_path / "out" / name / CHECKPOINT).exists()

@@ -1,7 +1,7 @@
 """Runs as archives: those that have ended without their checkpoint, unfinished ones with it, weights alone.
 
-``kept/<scale>`` beside this file has an archive a run, or one of several: the run's folder without its
-checkpoint, and ``origin.json`` with the commit that made it. ``kept/unfinished`` has runs to be gone on with.
+``kept/<scale>`` beside this file has an archive a run: its folder without its checkpoint, and ``origin.json``
+with the commit that made it. ``kept/unfinished`` has runs to be gone on with.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import io
 import lzma
 import shutil
 import tarfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -29,15 +29,15 @@ RUN_FILES = (CONFIG, STATUS, METRICS, TRACE, "calibration.json")
 SUFFIX = ".tar.xz"
 
 
-def pack_runs(folder: Path, target: Path, *, commit: str, unended: bool = False) -> list[str]:
-    """Pack every run below ``folder`` into ``target``, an archive each; their names.
+def pack_runs(runs: Iterable[Path], target: Path, *, commit: str, unended: bool = False) -> list[str]:
+    """Pack run folders into ``target``, an archive each; their names.
 
     Runs that have not ended are left out, or with ``unended`` packed as they stand, to their last whole row.
     """
-    runs = [run for run in runs_below(folder) if unended or has_ended(run)]
-    for run in runs:
+    packed = [run for run in runs if unended or has_ended(run)]
+    for run in packed:
         _pack(run, target, RUN_FILES, commit)
-    return [run.name for run in runs]
+    return [run.name for run in packed]
 
 
 def pack_unfinished(folder: Path, target: Path, *, commit: str) -> list[str]:

@@ -27,6 +27,10 @@ def reproduce(parser: Parser, args: list[str]) -> int:
     parser.option("--folder", "Where runs, figures, claims.md and report.html go", default="reproduced")
     add_scale(parser, "laptop: minutes; longer: hours; epoch: the paper's LSTM, 30 core-hours; paper: days")
     add_engine(parser, "How many runs train at a time")
+    words = "Train these runs alone, such as cifar-momentum-seed0; draw and judge with all that are there"
+    parser.option(
+        "--only", words, default=(), shown="every run that a figure needs", nargs="+", metavar="RUN"
+    )
     parser.flag("--offline", "Use no network; stand-ins replace missing data")
     parser.flag("--quiet", "Show no progress")
     parser.flag("--dry-run", "Only print which runs it would make, and their cost in core-hours")
@@ -35,10 +39,10 @@ def reproduce(parser: Parser, args: list[str]) -> int:
 
     figures = chosen.FIGURE or None
     if chosen.dry_run:
-        say(cost_table(make_plan(chosen.scale, figures)))
+        say(cost_table(make_plan(chosen.scale, figures), chosen.only))
         return OK
 
-    names = ("scale", "offline", "engine", "workers", "address")
+    names = ("scale", "only", "offline", "engine", "workers", "address")
     result = library(chosen.folder, figures=figures, **_arguments(chosen, *names))
     say(result)
     return _code(failed=bool(result.failures))

@@ -9,6 +9,7 @@ import pytest
 
 from curvestep_reproduction.claims.claims import NOT_TESTED
 from curvestep_reproduction.figures.legend import BY_HAND
+from curvestep_reproduction.figures.plan import KeptRuns, Results
 from curvestep_reproduction.figures.reproduction import make_plan
 from curvestep_reproduction.training.run_folder import CHECKPOINT
 from reproduction.tests.claims.test_statements import write_trace
@@ -32,6 +33,8 @@ def script(tmp_path, monkeypatch):
     (tmp_path / "docs" / "results" / "claims.md").write_text(marks("numbers"))
     (tmp_path / "docs" / "results" / "verdicts.md").write_text(marks("changed"))
     (tmp_path / "docs" / "results" / "errata.md").write_text(marks("errata"))
+    (tmp_path / "reproduction").mkdir()
+    (tmp_path / "reproduction" / "README.md").write_text(marks("missing"))
     monkeypatch.setattr(module, "DOCS", tmp_path / "docs")
     monkeypatch.setattr(module, "IMAGES", tmp_path / "docs" / "results" / "images")
     monkeypatch.setattr(module, "KEPT", tmp_path / "kept")
@@ -58,7 +61,7 @@ def leave_runs(folder, *, seeds=(0, 1)):
 @pytest.mark.slow
 def test_kept_runs_are_judged_and_drawn_again_without_their_folder(script, tmp_path, capsys):
     leave_runs(tmp_path / "out")
-    script.main(["--longer", str(tmp_path / "out"), "--commit", "0123456"])
+    script.main(["--keep", str(tmp_path / "out"), "--commit", "0123456"])
     assert len(list((tmp_path / "kept" / "longer").iterdir())) == 4
     claims = {claim["name"]: claim for claim in json.loads((tmp_path / "kept.json").read_text())["longer"]}
     assert claims["less-without-clipping"]["verdict"] == NOT_TESTED  # two of its three seeds
@@ -93,8 +96,39 @@ def test_the_pages_in_the_repository_say_what_their_kept_runs_show(capsys):
 
 def test_runs_are_not_kept_without_the_commit_that_made_them(script, tmp_path, capsys):
     with pytest.raises(SystemExit):
-        script.main(["--epoch", str(tmp_path)])
-    assert "--epoch needs --commit" in capsys.readouterr().err
+        script.main(["--keep", str(tmp_path)])
+    assert "--commit is needed" in capsys.readouterr().err
+
+
+def test_runs_are_kept_by_their_scale_and_no_longer_as_unfinished(script, tmp_path, monkeypatch):
+    leave_runs(tmp_path / "out", seeds=(0,))
+    monkeypatch.setattr(script, "UNFINISHED", tmp_path / "kept" / "unfinished")
+    (tmp_path / "kept" / "unfinished").mkdir(parents=True)
+    for name in ("lm-lr2-seed0", "cifar-momentum-seed0"):
+        (tmp_path / "kept" / "unfinished" / f"{name}.tar.xz").touch()
+    (tmp_path / "out" / "runs" / "ptb-longer" / "lm-lr2-seed0").rename(tmp_path / "out" / "of-no-plan")
+    assert script.keep(tmp_path / "out", commit="0123456") == [f"{BY_HAND}-seed0"]
+    (tmp_path / "out" / "of-no-plan").rename(tmp_path / "out" / "lm-lr2-seed0")
+    script.keep(tmp_path / "out", commit="0123456")
+    kept = {str(path.relative_to(tmp_path / "kept")) for path in (tmp_path / "kept").rglob("*.xz")}
+    assert kept == {
+        "longer/lm-lr2-seed0.tar.xz", f"longer/{BY_HAND}-seed0.tar.xz",
+        "unfinished/cifar-momentum-seed0.tar.xz",
+    }  # fmt: skip
+
+
+def test_the_readme_names_what_is_not_run_yet_with_its_command(script, tmp_path):
+    results = Results(make_plan("longer"), tmp_path)
+    none = KeptRuns(results=results, damaged=(), commits={})
+    scales = ("laptop", "epoch", "paper")
+    kept = {"longer": none} | {
+        scale: replace(none, results=Results(make_plan(scale), tmp_path)) for scale in scales
+    }
+    lines = script.missing_table(kept).splitlines()
+    (longer,) = [line for line in lines if "--scale longer" in line]
+    assert "--only lm-lr10clip0.25-seed0 lm-lr10clip0.25-seed1 lm-lr10clip0.25-seed2 cifar-" in longer
+    assert longer.startswith("| A | 2.5 |")
+    assert lines[-1] == "| B | 12 | `curvestep reproduce --scale paper --only cifar-lr1-seed0` |"
 
 
 def test_a_page_without_a_place_for_a_part_says_so(script, tmp_path):

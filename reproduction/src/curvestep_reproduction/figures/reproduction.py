@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from curvestep import SmoothnessFit, fit_smoothness
-from curvestep.checks import check_choice
+from curvestep.checks import check_choice, nearest
 from curvestep.report.drawing import save
 from curvestep.report.page import write_page
 from curvestep.trace.run import Run, last_step, read_json, write_json
@@ -93,6 +93,7 @@ def reproduce(
     *,
     figures: Sequence[str] | None = None,
     scale: str = "laptop",
+    only: Sequence[str] = (),
     progress: bool = True,
     offline: bool = False,
     engine: str = "joblib",
@@ -109,6 +110,7 @@ def reproduce(
         figures: Such as ``["fig2", "fig8"]``; default all.
         scale: ``laptop``, in a quarter of an hour on two cores; ``longer``, in three hours; ``epoch``, the
             paper's AWD-LSTM in about 30 core-hours; or ``paper``.
+        only: Names of the runs to train, such as ``["cifar-momentum-seed0"]``; default all of the plan.
         progress: Show how far it is (plain lines without a terminal).
         offline: Use no network: data that are not here are replaced by stand-ins, and the report says so.
         engine: ``joblib`` or ``ray``.
@@ -119,11 +121,17 @@ def reproduce(
     start = time.monotonic()
     folder = Path(folder)
     plan = plan or make_plan(scale, tuple(figures) if figures else None)
+    named_runs(plan, only)  # before anything is made
     (folder / "figures").mkdir(parents=True, exist_ok=True)
     places, sources = prepare_data(plan, offline=offline, progress=progress)
     plan = replace(plan, runs=tuple(replace(run, place=places[run.recipe.data]) for run in plan.runs))
     failures = run_all(
-        plan, folder / "runs", engine=engine, workers=workers, address=address, progress=progress
+        replace(plan, runs=named_runs(plan, only)),
+        folder / "runs",
+        engine=engine,
+        workers=workers,
+        address=address,
+        progress=progress,
     )
     for figure in plan.figures:
         try:
@@ -194,8 +202,18 @@ def load_smaller(plan: Plan, folder: Path) -> dict[str, Results]:
     }
 
 
-def cost_table(plan: Plan) -> str:
+def named_runs(plan: Plan, only: Sequence[str]) -> tuple[Planned, ...]:
+    """The runs of a plan that these names ask for; all of them where there is no name."""
+    names = {run.name for run in plan.runs}
+    for name in only:
+        if name not in names:
+            raise ValueError(f"`only` names no run of this plan: {name!r}.{nearest(name, names)}")
+    return tuple(run for run in plan.runs if run.name in only) if only else plan.runs
+
+
+def cost_table(plan: Plan, only: Sequence[str] = ()) -> str:
     """The runs of a plan with their cost in core-hours, roughly, one line a setting."""
+    plan = replace(plan, runs=named_runs(plan, only))
     total = sum(run.cost for run in plan.runs) / 3600
     lines = [f"{len(plan.runs)} runs, about {total:.3g} core-hours in all"]
     for setting in dict.fromkeys(run.setting for run in plan.runs):
