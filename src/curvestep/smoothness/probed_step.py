@@ -230,13 +230,13 @@ class ProbedStep:
         self._measured = oracle or loss
         is_tested = self._memory.test.error is not None
         if is_tested:
-            self._test_writes(raw)
+            self._test_writes(raw, raw_norm)
         if oracle is not None:
             self._test_replays(None)
         elif not clipped:
             self._test_replays(raw)
         if not is_tested:  # now it is known that the loss trains nothing outside of the model
-            self._test_writes(raw)
+            self._test_writes(raw, raw_norm)
         row["self_test"] = self._memory.test.error
         if oracle is not None:
             self.num_gradients += len(oracle)
@@ -382,19 +382,18 @@ class ProbedStep:
             if trained is None or not test.confirms(replay, trained, self._seen):
                 test.run(replay, trained, self._seen)
 
-    def _test_writes(self, raw: Gradients) -> None:
+    def _test_writes(self, raw: Gradients, raw_norm: float) -> None:
         """Refuse a loss that writes to parameters where a replay moved them; they would not come back.
 
         The first time that fails the row alone: the first pass of a model may set its parameters up.
         """
         memory = self._memory
-        length = global_norm(self._settings.parameters).item()
-        size = global_norm(raw).item()
-        if memory.writes_tested or isinstance(self._measured, GradientOracle) or not 0 < size < math.inf:
+        is_of_batch = not isinstance(self._measured, GradientOracle)
+        if memory.writes_tested or not is_of_batch or not 0 < raw_norm < math.inf:
             return
         assert self._measured is not None
+        fraction = NEARBY * global_norm(self._settings.parameters).item() / raw_norm
         with self._replay(self._measured) as replay:
-            fraction = NEARBY * length / size
             replay.move(raw, fraction)
             try:
                 replay.loss()
