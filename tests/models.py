@@ -65,6 +65,24 @@ class CarriedLanguage(Language):
         return out
 
 
+class Quadratic(nn.Module):
+    """Half of zᵀHz, with z in two parameters beside an empty and an unused one."""
+
+    def __init__(self):
+        super().__init__()
+        H = torch.randn(7, 7)
+        self.H = H + H.T
+        self.x, self.y = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(4))
+        self.nothing, self.unused = nn.Parameter(torch.zeros(0)), nn.Parameter(torch.ones(2))
+
+    @property
+    def z(self):
+        return torch.cat([self.x, self.y, self.nothing])
+
+    def forward(self):
+        return 0.5 * self.z @ self.H @ self.z
+
+
 class Mixed(nn.Module):
     """Tied, frozen, unused and sparse-gradient parameters; tokens below 11 to logits."""
 

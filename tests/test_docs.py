@@ -8,19 +8,16 @@ import subprocess
 import sys
 import threading
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
 
 import pytest
 import torch
 from docs.outputs import PAGES as PAGES_WITH_OUTPUT, calibration_in, with_outputs
-from torch import nn
-from torch.nn import functional as F
 
 import curvestep
 from curvestep.cli import all_commands
+from tests.support.pages import DOCS, ROOT, blocks, run, stage
 
-ROOT = Path(__file__).parents[1]
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("**/*.md"))]
+PAGES = [ROOT / "README.md", *sorted(DOCS.glob("**/*.md"))]
 CHROMIUM = next(
     (path for name in ("chromium", "chromium-browser", "google-chrome") if (path := shutil.which(name))), ""
 )
@@ -37,29 +34,6 @@ ELSEWHERE = {
 }
 
 
-def blocks(page, language):
-    """The fenced blocks of a page in this language."""
-    return re.findall(
-        rf"^```{language}\n(.*?)^```", page.read_text(encoding="utf-8"), re.DOTALL | re.MULTILINE
-    )
-
-
-def stage():
-    """What a reader has before a page's first line: a model, its loss, some batches."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(20, 32), nn.Tanh(), nn.Linear(32, 5))
-    x = torch.randn(60, 32, 20)
-    loader = list(zip(x, x[..., :5].argmax(dim=-1), strict=True))
-
-    def loss_of_batch(batch):
-        return F.cross_entropy(model(batch[0]), batch[1])
-
-    return {
-        "__name__": "page", "torch": torch, "nn": nn, "F": F, "model": model, "loader": loader,
-        "batches": loader, "loss_of_batch": loss_of_batch,
-    }  # fmt: skip
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "page", [p for p in PAGES if p.name not in ELSEWHERE and blocks(p, "python")], ids=lambda page: page.stem
@@ -67,9 +41,7 @@ def stage():
 def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     torch.set_default_dtype(torch.float32)
-    namespace = stage()
-    for number, block in enumerate(blocks(page, "python"), 1):
-        exec(compile(block, f"{page.name}, block {number}", "exec"), namespace)
+    run(page, **stage())
 
 
 def test_every_test_that_the_page_of_faults_names_is_there():
@@ -83,7 +55,7 @@ def test_every_test_that_the_page_of_faults_names_is_there():
 @pytest.mark.slow
 @pytest.mark.parametrize("name", PAGES_WITH_OUTPUT)
 def test_what_a_page_shows_is_what_its_blocks_print(name):
-    shown = (ROOT / "docs" / name).read_text(encoding="utf-8")
+    shown = (DOCS / name).read_text(encoding="utf-8")
     torch.set_default_dtype(torch.float32)
     printed = with_outputs(shown)
     # The last digits are the machine's; words, lines and the size of numbers are not.

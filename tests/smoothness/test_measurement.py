@@ -9,25 +9,8 @@ from curvestep.smoothness.estimators import local_smoothness
 from curvestep.smoothness.measurement import layer_groups
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.replay import Replay
+from tests.models import Quadratic
 from tests.smoothness.loops import block_steps
-
-
-class Quadratic(nn.Module):
-    """Half of zᵀHz, with z in two parts and an empty third one."""
-
-    def __init__(self):
-        super().__init__()
-        H = torch.randn(7, 7)
-        self.H = H + H.T
-        self.x, self.y = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(4))
-        self.nothing = nn.Parameter(torch.zeros(0))
-
-    @property
-    def z(self):
-        return torch.cat([self.x, self.y, self.nothing])
-
-    def forward(self):
-        return 0.5 * self.z @ self.H @ self.z
 
 
 def measured(estimators, layers=False):

@@ -23,7 +23,7 @@ from tests.models import mlp
 from tests.processes import run_on_processes
 from tests.smoothness.loops import assert_same_run, recorded_steps, tensors_of, watched_sgd
 
-SGD, ADAMW, FUSED, CLIPPED = "SGD", "AdamW", "fused AdamW", "ClippedSGD"
+SGD, ADAMW, FUSED, CLIPPED, HOOKED = "SGD", "AdamW", "fused AdamW", "ClippedSGD", "SGD with cs.clip"
 
 pytestmark = pytest.mark.filterwarnings("ignore:The model is in eval mode")  # without dropout and BatchNorm
 
@@ -37,6 +37,8 @@ def make_optimizer(kind, model):
         return torch.optim.SGD(model.parameters(), lr=0.4, momentum=0.9)
     if kind in (ADAMW, FUSED):
         return torch.optim.AdamW(model.parameters(), lr=0.01, fused=kind == FUSED)
+    if kind == HOOKED:
+        return cs.clip(torch.optim.SGD(model.parameters(), lr=0.4), 0.3).optimizer
     return cs.ClippedSGD(model.parameters(), lr=0.4, max_norm=0.3)
 
 
@@ -98,6 +100,12 @@ CASES = {
     "float16, scaled, clipped": {"dtype": torch.float16, "scale": 1024.0, "clip": 0.2, "kind": ADAMW},
     "float16, fused": {"dtype": torch.float16, "scale": 1024.0, "kind": FUSED},
     "float16, scaled inside the step": {"dtype": torch.float16, "scale": 1024.0, "kind": CLIPPED},
+    "float16, scaled, clipped by a hook": {
+        "dtype": torch.float16,
+        "scale": 512.0,
+        "kind": HOOKED,
+        "accumulate": 3,
+    },
 }
 
 
@@ -118,10 +126,12 @@ def test_watched_runs_are_those_without_and_rows_hold_what_their_steps_did(case)
         assert row["batch_size"] == 8 * options.get("accumulate", 1)
         eps = torch.finfo(options.get("dtype") or torch.float64).eps
         assert row["eps"] == eps
-        bound = min(options.get("clip", math.inf), 0.3 if options.get("kind") == CLIPPED else math.inf)
+        bound = min(
+            options.get("clip", math.inf), 0.3 if options.get("kind") in (CLIPPED, HOOKED) else math.inf
+        )
         expected = min(1.0, bound / row["grad_norm"])
         assert row["coefficient"] == pytest.approx(expected, rel=1e-4 if eps < 1e-10 else 0.02)
-    if options.get("kind") == CLIPPED:  # no momentum: the step itself says it
+    if options.get("kind") in (CLIPPED, HOOKED):  # no momentum: the step itself says it
         step = trace.column("lr") * trace.column("coefficient") * trace.column("grad_norm")
         np.testing.assert_allclose(step, trace.column("step_norm"), rtol=1e-6 if eps < 1e-10 else 0.02)
 
