@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from curvestep.report.chart import BOLD, THIN, Axis, Chart, Series
-from curvestep.report.charts import TEMPLATE, comparison, rounded, run_charts, to_plotly
+from curvestep.report.chart import THIN
+from curvestep.report.charts import TEMPLATE, comparison, run_charts, to_plotly
 from curvestep.report.views import find_views, tasks_of
 from curvestep.trace.trace import Trace
 
@@ -52,19 +52,6 @@ def test_a_comparison_is_the_mean_over_seeds_with_their_range(views):
     # The one that diverged does not press the others flat: it ends where it leaves the chart.
     assert wild.y[-1] == high < np.nanmax(views[-1].rows["loss"])
     assert low < seeds.y.min() < seeds.y.max() < high
-
-
-def test_the_best_setting_is_bold_and_a_lost_one_red_with_a_cross(views):
-    best, wild = comparison(views)[0].series
-    assert (best.weight, wild.weight) == (BOLD, 1.0)
-    assert (best.diverged, wild.diverged, wild.colour) == (False, True, "bad")
-    alone = [run_charts(view)[0].series[0] for view in views]
-    assert [(one.diverged, one.colour) for one in alone] == [(False, 0), (False, 0), (True, "bad")]
-    drawn = to_plotly(comparison(views)[0])["data"]
-    (cross,) = [one for one in drawn if one.get("marker", {}).get("symbol") == "x"]
-    assert (cross["x"], cross["y"]) == tuple(map(rounded, wild.last))
-    assert cross["legendgroup"] == "1"
-    assert drawn[-2]["line"]["color"] == "var(--bad)"
 
 
 def test_of_many_settings_the_best_are_named_and_the_others_counted(views):
@@ -130,24 +117,3 @@ def test_a_layer_is_drawn_unless_it_has_no_number(tmp_path):
     assert sorted(one.name for one in chart.series) == ["a", "b", "d"]
     (tmp_path / "lost").mkdir()
     assert layers_of(tmp_path / "lost", {"a": math.nan}) is None
-
-
-@pytest.mark.parametrize(
-    ("ends", "ticks"), [((0.7, 0.9), None), ((0.5, 4), "D2"), ((0.02, 1), "D2"), ((1e-3, 1e5), None)]
-)
-def test_log_axes_show_1_2_and_5_over_a_few_decades_and_whole_numbers(ends, ticks):
-    curve = Series("", np.arange(2.0), np.array(ends))
-    axis = to_plotly(Chart("test", "", Axis("x"), Axis("y", log=True), (curve,)))["layout"]["yaxis"]
-    assert (axis["dtick"], axis["tickformat"]) == (ticks, "~g")
-
-
-def test_marks_of_a_series_are_as_asked_or_there_for_a_lonely_point():
-    steps = np.arange(3.0)
-    plain = Series("", steps, steps, mark="triangle")
-    lonely = Series("", steps, np.array([1.0, np.nan, np.nan]))
-    line = Series("", steps, steps, dash="dash")
-    drawn = to_plotly(Chart("test", "", Axis("x"), Axis("y"), (plain, lonely, line)))["data"]
-    assert [one["line"]["dash"] for one in drawn] == ["solid", "solid", "dash"]
-    assert drawn[0]["marker"]["symbol"] == "triangle-up"
-    assert drawn[1]["marker"]["symbol"] == "circle"
-    assert [one["mode"] for one in drawn[1:]] == ["lines+markers", "lines"]

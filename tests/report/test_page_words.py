@@ -15,14 +15,7 @@ from curvestep.advice.decision import CANNOT_TELL
 from curvestep.report import page_words
 from curvestep.report.page_words import code_for, verdict
 from curvestep.report.views import RunView, find_views, tasks_of
-from curvestep.trace.trace import Trace
 from tests.report.pages import make_run
-
-
-def verdict_of(path):
-    """What the page says first of the one task in a folder or file."""
-    (task,) = tasks_of(find_views([path]))
-    return verdict(task)
 
 
 def test_words_are_explained_once_a_text():
@@ -78,23 +71,6 @@ def test_a_tie_stands_where_the_page_says_how_sure_it_is(tmp_path):
 def test_a_run_is_counted_as_diverged_by_its_trace_too():
     advice = Advice(action="diverged", kind="rose-far", verdict="")
     assert page_words.subtitle([RunView(name="", setting="", advice=advice)] * 2) == "2 diverged"
-
-
-def test_reasons_of_loss_and_start_are_given_a_subject(folder):
-    (task,) = tasks_of(find_views([folder]))
-    notes = [note for note in task.advice.reasons if note.kind != "tie"]
-    for note, reason in zip(notes, verdict(task)["reasons"], strict=True):
-        assert reason.endswith(note.text)
-        assert (reason != note.text) == (note.kind in ("loss", "start"))
-
-
-def test_few_rows_are_named_once(tmp_path):
-    with Trace(tmp_path / "few.jsonl") as trace:
-        for step in range(5):
-            trace.append({"step": step, "loss": 2.0, "grad_norm": 1.0, "smoothness": 1.0, "lr": 0.1,
-                          "step_norm": 0.1, "status": "ok"})  # fmt: skip
-    found = verdict_of(tmp_path / "few.jsonl")
-    assert sum("rows" in words for words in (found["verdict"], *found["warnings"])) == 1
 
 
 def test_the_caption_of_the_edge_counts_the_steps_above_it():
