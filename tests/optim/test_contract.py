@@ -332,17 +332,6 @@ def test_lr_and_max_norm_can_be_scheduled():
     assert lengths == pytest.approx([1.0, 0.5 * 2, 0.25 * 3])
 
 
-def test_grad_scaler_unscales_before_the_norm_is_taken():
-    p = nn.Parameter(torch.zeros(2))
-    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
-    opt = ClippedSGD([p], lr=1.0, max_norm=1.0)
-    scaler.scale((p * torch.tensor([3.0, 4.0])).sum()).backward()
-    scaler.step(opt)
-    scaler.update()
-    torch.testing.assert_close(p.detach(), torch.tensor([-0.6, -0.8]))
-    assert opt.clip_stats()["grad_norm"] == pytest.approx(5.0)
-
-
 # --- counters -------------------------------------------------------------------------------------
 
 

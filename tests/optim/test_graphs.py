@@ -140,28 +140,3 @@ def test_torch_compile_leaves_a_step_as_it_is_and_compiles_nothing_twice(make):
     assert len(seen) == 8
     assert sum(counters["graph_break"].values()) <= 1
     assert counters["stats"].get("unique_graphs", 0) == 0
-
-
-@torchs_own_warnings
-def test_a_compiled_training_step_has_one_more_graph_break_and_no_recompilation():
-    from torch._dynamo.utils import counters
-
-    torch._dynamo.reset()
-    counters.clear()
-    model = nn.Linear(3, 1)
-    optimizer = ClippedSGD(model.parameters(), lr=0.05, max_norm=1.0, momentum=0.9)
-
-    @torch.compile(backend="eager")
-    def train(x):
-        loss = model(x).square().sum()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss
-
-    graphs = []
-    for _ in range(6):
-        train(torch.ones(2, 3))
-        graphs.append(counters["stats"]["unique_graphs"])
-    assert graphs[1:] == graphs[1:2] * 5
-    assert optimizer.clip_stats()["steps"] == 6
