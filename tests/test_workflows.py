@@ -76,24 +76,9 @@ def test_actions_are_pinned_by_hash_and_get_no_more_than_they_need(path):
         assert all(step["with"]["persist-credentials"] is False for step in checkouts)
 
 
-def test_page_of_platforms_names_every_python_and_system_that_the_package_names():
-    page = (ROOT / "docs/platforms.md").read_text(encoding="utf-8")
-    for classifier in PROJECT["project"]["classifiers"]:
-        topic, *_, last = classifier.split(" :: ")
-        if topic == "Operating System" or re.fullmatch(r"3\.\d+", last):
-            assert last.lower() in page.lower()
-
-
 def test_one_version_of_each_action_is_used():
     used = {line for path in WORKFLOWS for line in re.findall(r"\buses: (.+)", path.read_text())}
     assert len({line.partition("@")[0] for line in used}) == len(used)
-
-
-def test_what_is_published_was_tried_in_an_empty_environment():
-    jobs = loaded(".github/workflows/release.yml")["jobs"]
-    assert jobs["library"]["needs"] == "try"
-    assert jobs["reproduction"]["needs"] == "library"
-    assert set(jobs["try"]["needs"]) == {"wheels", "archives"}
 
 
 def test_every_extra_and_group_that_is_installed_exists():
@@ -114,14 +99,6 @@ def test_workflow_calls_targets_and_tests_that_exist(path):
         if program == "make":
             assert words[0] in targets
         assert all((ROOT / word).exists() for word in words if word.startswith("tests/"))
-
-
-def test_hooks_before_a_commit_are_the_tools_of_make_check():
-    hooks = [hook for repo in loaded(".pre-commit-config.yaml")["repos"] for hook in repo["hooks"]]
-    checked = re.findall(r"\$\(BIN\)/(ruff \w+|basedpyright)", (ROOT / "Makefile").read_text())
-    entries = [hook["entry"] for hook in hooks]
-    assert all(any(entry.startswith(f".venv/bin/{tool}") for entry in entries) for tool in checked)
-    assert {hook["language"] for hook in hooks} == {"system"}
 
 
 def test_classifiers_are_known_to_the_index():

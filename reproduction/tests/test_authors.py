@@ -3,8 +3,6 @@
 import math
 from pathlib import Path
 
-import torch
-
 from reproduction.benchmarks.authors import (
     AUTHORS,
     DIVIDED,
@@ -16,22 +14,12 @@ from reproduction.benchmarks.authors import (
     points_in_words,
     points_of,
     quadratic_points,
-    random_cuts,
     read_rows,
     rows_of,
 )
 
 OURS = "curvestep, one row of the data"
 RESULTS = Path(__file__).parents[2] / "docs" / "results"
-
-
-def test_cuts_cover_the_text_once_and_are_drawn_anew():
-    generator = torch.Generator().manual_seed(0)
-    first, second = (random_cuts(700, 70, generator) for _ in range(2))
-    for pieces in (first, second):
-        assert [start for start, _ in pieces] == [sum(n for _, n in pieces[:i]) for i in range(len(pieces))]
-        assert sum(length for _, length in pieces) == 700
-    assert first != second
 
 
 def test_ours_is_exact_on_the_quadratic_where_random_cuts_are_not():

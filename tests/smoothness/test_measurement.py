@@ -109,6 +109,15 @@ def test_every_row_has_the_papers_estimate_and_others_when_they_are_due():
         SmoothnessProbe(model, estimators={"smoothness": 2})
 
 
+def test_smoothness_of_the_only_layer_is_that_of_the_model():
+    model, x = nn.Sequential(nn.Linear(3, 2)), torch.randn(8, 3)
+    probe = SmoothnessProbe(model, every=1, fractions=(0.1, 0.25), layers=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    block_steps(probe, optimizer, lambda: F.cross_entropy(model(x), torch.arange(8) % 2))
+    row = probe.trace[0]
+    assert row["layers"]["0"]["smoothness"] == pytest.approx(row["smoothness"])
+
+
 @pytest.mark.parametrize("wrapper", ["module", "_orig_mod"])
 def test_layers_are_named_as_in_the_model_inside_a_wrapper(wrapper):
     outer = nn.Module()

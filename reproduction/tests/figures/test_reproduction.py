@@ -15,6 +15,7 @@ from curvestep.trace.history import final_loss
 from curvestep.trace.run import METRICS, STATUS, read_json, write_json
 from curvestep_reproduction import progress as displays
 from curvestep_reproduction.claims.claims import PAPER, VERDICTS
+from curvestep_reproduction.figures.fig8_lstm_gd import two_layer_settings
 from curvestep_reproduction.figures.legend import BY_HAND, CALIBRATED
 from curvestep_reproduction.figures.reproduction import (
     FIGURES,
@@ -84,6 +85,15 @@ def test_the_central_pictures_have_the_protocol_that_was_fixed():
     ((pictures, classes),) = make_task(images, offline=True).oracle_batches(images.probe_data)
     assert len(pictures) <= images.batch_size
     assert len(set(classes.bincount().tolist())) == 1  # as many images of every class
+
+
+@pytest.mark.parametrize("scale", ["laptop", "paper"])
+def test_figure_8_compares_two_runs_of_the_same_model_at_either_scale(scale):
+    plan = make_plan(scale, ("fig8",))
+    assert {run.setting for run in plan.runs} == set(two_layer_settings(scale))
+    gd, clipped = (plan.of(setting)[0].recipe for setting in two_layer_settings(scale))
+    assert (gd.name, gd.lr, gd.max_norm) == ("ptb-lstm", 2.0, math.inf)
+    assert replace(gd, lr=10.0, max_norm=0.25, probe_every=clipped.probe_every) == clipped
 
 
 def test_a_dry_run_names_every_setting_with_its_core_hours():
