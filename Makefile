@@ -73,10 +73,10 @@ compat: oldest $(READY)  ## the same with the pinned versions too
 	$(call core,$(BIN)/python)
 
 soak: $(READY)  ## 2,000 random parameter sets against float64, ten kills, 20,000 steps with the probe
-	$(BIN)/python benchmarks/soak.py --page docs/results/soak.md $(ARGS)
+	$(BIN)/python benchmarks/soak.py --page benchmarks/results/soak.md $(ARGS)
 
-faults: $(READY)  ## every test that docs/results/faults.md names
-	$(BIN)/python -m pytest -q $$(grep -oE '[a-z_/]*tests/[a-z_/]+\.py::[a-zA-Z0-9_]+' docs/results/faults.md | sort -u) $(ARGS)
+faults: $(READY)  ## every test that tests/FAULTS.md names
+	$(BIN)/python -m pytest -q $$(grep -oE '[a-z_/]*tests/[a-z_/]+\.py::[a-zA-Z0-9_]+' tests/FAULTS.md | sort -u) $(ARGS)
 
 sanitize: $(READY)  ## tests of the kernel, compiled with gcc's checks of memory and arithmetic
 	$(BIN)/python tests/support/sanitized.py -q -p no:cacheprovider -m "not slow" tests/tensors/test_kernel.py $(ARGS)

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "docs" / "results" / "faults.md"
+PAGE = ROOT / "tests" / "FAULTS.md"
 NEEDS = {
     "torch's test_optim.py": "a source tree of torch at the installed version, and `expecttest`",
     "Lightning's tests of clipping and optimizers": "its source, `tests/tests_pytorch`",

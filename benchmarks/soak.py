@@ -1,6 +1,6 @@
 """Long runs that look for wrong numbers, for lost rows and for growth.
 
-    python benchmarks/soak.py [--sets 2000] [--kills 10] [--steps 20000] [--page docs/results/soak.md]
+    python benchmarks/soak.py [--sets 2000] [--kills 10] [--steps 20000] [--page benchmarks/results/soak.md]
 
 Random parameter sets are stepped by every path and compared with the formula in float64; a run of the command
 line is killed and resumed until it ends, and compared with one that was left alone; a loop with the probe

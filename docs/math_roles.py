@@ -16,11 +16,21 @@ _NAME = re.compile(r":(?:func|class|mod|meth|attr):`~?([\w.]+)`")
 
 def translate(text: str) -> str:
     """The docstring with its roles as Markdown."""
-    text = _BLOCK.sub(lambda m: f"{m[1]}$$\n{_dedented(m[2], m[1])}\n{m[1]}$$\n\n", text)
+    text = _BLOCK.sub(lambda m: _formulas(_dedented(m[2], m[1]), m[1]), text)
     text = _CODE.sub(lambda m: f"{m[1]}```{m[2]}\n{_dedented(m[3], m[1])}\n{m[1]}```\n\n", text)
     text = _EXAMPLE.sub(r"\1Examples:", text)
     text = _INLINE.sub(lambda m: f"\\({m[1]}\\)", text)
     return _NAME.sub(lambda m: f"`{m[1].rsplit('.', 1)[-1]}`", text)
+
+
+def _formulas(block: str, indent: str) -> str:
+    """Each paragraph as a formula; one with ``&`` is aligned there."""
+    made = []
+    for formula in re.split(r"\n\s*\n", block):
+        if "&" in formula and r"\begin" not in formula:
+            formula = f"{indent}\\begin{{aligned}}\n{formula}\n{indent}\\end{{aligned}}"
+        made.append(f"{indent}$$\n{formula}\n{indent}$$\n\n")
+    return "".join(made)
 
 
 def _dedented(block: str, indent: str) -> str:

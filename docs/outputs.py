@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 DOCS = Path(__file__).parent
-PAGES = ("index.md", "../README.md")  # pages whose blocks stand by themselves
+PAGES = ("tutorial.md", "../README.md")  # pages whose blocks stand by themselves
 BLOCK = re.compile(r"(^```python\n(.*?)^```\n)(\n```text\n.*?^```\n)?", re.DOTALL | re.MULTILINE)
 CALIBRATION = re.compile(r"^\w+ with warm-up and decay: peak lr .*?cal\.plot\(\)$", re.DOTALL | re.MULTILINE)
 

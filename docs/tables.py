@@ -1,4 +1,4 @@
-"""The tables of docs/compare.md and docs/lightning.md, filled from docs/results: python docs/tables.py.
+"""Blocks of README and docs that are made from docs/results, or stand twice: python docs/tables.py.
 
 Each table stands between ``<!-- NAME -->`` and ``<!-- /NAME -->``; what is between is replaced. A test
 fails while the page and the results differ, so run this after a benchmark has written new numbers.
@@ -7,13 +7,17 @@ fails while the page and the results differ, so run this after a benchmark has w
 from __future__ import annotations
 
 import json
+import math
 import re
+import sys
 from collections.abc import Callable, Iterable
+from functools import partial
 from pathlib import Path
-from statistics import median, quantiles
+from statistics import mean, median, quantiles
 from typing import Any
 
 DOCS = Path(__file__).parent
+sys.path.insert(0, str(DOCS.parent))  # where the modules of docs/ are found
 RESULTS = DOCS / "results"
 NOT_YET = "Not measured yet: the command above prints it."
 
@@ -82,20 +86,120 @@ def overhead_table(results: Path) -> str:
     return markdown(head, lines)
 
 
+# Which threshold: the same words wherever a page asks.
+MAX_NORM = """\
+| you want | set `max_norm` to |
+| --- | --- |
+| a safety net for AdamW | `1.0`; Adam rescales gradients, so the exact number matters little |
+| a safety net for SGD | `cs.clip_rules.zscore()`, which clips only norms that stand out |
+| SGD that diverges without clipping | `cal.max_norm`, together with `cal.lr` of the same `cs.calibrate` |
+| to know whether clipping helps | two runs and `cs.advise(with_it, without)`; one run cannot tell |"""
+
+
+def max_norm_table(results: Path) -> str:
+    """The decision about ``max_norm``."""
+    return MAX_NORM
+
+
+def rates_of_readme(results: Path) -> str:
+    """The words below README's picture."""
+    from docs.readme_figures import caption
+
+    return caption()
+
+
+def _example(results: Path, name: str) -> dict[str, Any]:
+    return json.loads((results / "choose.json").read_text())[name]
+
+
+def _printed(results: Path, name: str, what: str) -> str:
+    return f"```text\n{_example(results, name)['said'][what].rstrip()}\n```"
+
+
+def _settings(results: Path, name: str) -> dict[tuple[float, float], list[dict[str, Any]]]:
+    """The runs of an example by lr and threshold, the best held-out loss first."""
+    found: dict[tuple[float, float], list[dict[str, Any]]] = {}
+    for run in _example(results, name)["runs"]:
+        found.setdefault((run["lr"], run["max_norm"] or math.inf), []).append(run)
+    return dict(sorted(found.items(), key=lambda item: mean(run["held_out"] for run in item[1])))
+
+
+def _runs(results: Path, name: str) -> str:
+    """Held-out losses of an example, setting by setting."""
+    found = _example(results, name)
+    lines = []
+    for (lr, max_norm), runs in _settings(results, name).items():
+        losses = [run["held_out"] for run in runs]
+        clipped = mean(run["clipped"] for run in runs)
+        note = " (calibrate's)" if lr == found["lr"] else ""
+        threshold = "none" if max_norm == math.inf else f"{max_norm:g}"
+        spread = f"{mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})"
+        lines.append([f"{lr:g}{note}", threshold, f"{clipped:.0%}", str(len(runs)), spread])
+    head = ["peak lr", "max_norm", "steps clipped", "seeds", "held-out loss: mean (range)"]
+    return markdown(head, lines)
+
+
+def _finding(results: Path, name: str) -> str:
+    """What the runs of an example say about lr, and about clipping."""
+    found, settings = _example(results, name), _settings(results, name)
+    means = {setting: mean(run["held_out"] for run in runs) for setting, runs in settings.items()}
+    ours, without = (found["lr"], found["max_norm"]), (found["lr"], math.inf)
+    (best_lr, best_norm), lowest = min(means.items(), key=lambda item: item[1])
+    threshold = "without clipping" if best_norm == math.inf else f"with max_norm {best_norm:g}"
+    words = [
+        f"The lowest mean held-out loss is {lowest:.3f}, at lr {best_lr:g} {threshold}.",
+        f"At the lr and max_norm of `calibrate` it is {means[ours]:.3f}.",
+        "**Does clipping help here?**",
+    ]
+    with_it, without_it = ([run["held_out"] for run in settings[key]] for key in (ours, without))
+    if max(without_it) < min(with_it) or min(without_it) > max(with_it):
+        words.append("It helps:" if means[without] > means[ours] else "It hurts:")
+        overlap = "do not overlap"
+    else:
+        words.append("It makes no clear difference:")
+        overlap = "overlap"
+    words.append(f"at that lr the mean is {means[without]:.3f} without it, and the ranges {overlap}.")
+    return " ".join(words)
+
+
+def _steps(results: Path, name: str) -> str:
+    found = _example(results, name)
+    return f"{found['steps']} steps, {len({run['seed'] for run in found['runs']})} seeds"
+
+
+def _blocks_of(name: str) -> dict[str, Callable[[Path], str]]:
+    """The blocks of the page about one example."""
+    return {
+        f"{name}-steps": partial(_steps, name=name),
+        f"{name}-calibrate": partial(_printed, name=name, what="calibrate"),
+        f"{name}-runs": partial(_runs, name=name),
+        f"{name}-finding": partial(_finding, name=name),
+        f"{name}-all": partial(_printed, name=name, what="all"),
+        "max-norm": max_norm_table,
+    }
+
+
 TABLES: dict[str, dict[str, Callable[[Path], str]]] = {
+    "../README.md": {"max-norm": max_norm_table, "rates": rates_of_readme},
+    "adamw.md": _blocks_of("adamw"),
+    "cnn.md": _blocks_of("cnn"),
     "compare.md": {"step-adamw": adamw_step_table},
     "lightning.md": {"overhead": overhead_table, "rates": rates_table},
+    "which_clipping.md": {"max-norm": max_norm_table},
 }
 
 
 def filled(page: str, results: Path = RESULTS, *, of: str = "compare.md") -> str:
     """The text of a page with every table made anew."""
     for name, table in TABLES[of].items():
-        pattern = rf"(<!-- {name} -->\n).*?(\n<!-- /{name} -->)"
         content = table(results)
-        page, count = re.subn(
-            pattern, lambda m, text=content: f"{m[1]}\n{text}\n{m[2]}", page, flags=re.DOTALL
-        )
+        inline = rf"(<!-- {name} -->)[^\n]*?(<!-- /{name} -->)"
+        page, count = re.subn(inline, lambda m, text=content: f"{m[1]}{text}{m[2]}", page)
+        if count == 0:
+            pattern = rf"(<!-- {name} -->\n).*?(<!-- /{name} -->)"
+            page, count = re.subn(
+                pattern, lambda m, text=content: f"{m[1]}\n{text}\n\n{m[2]}", page, flags=re.DOTALL
+            )
         assert count == 1, f"{of} has {count} places for the table {name}"
     return page
 

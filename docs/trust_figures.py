@@ -23,7 +23,7 @@ from curvestep import SmoothnessProbe, Trace, fit_smoothness
 from curvestep.fit.correlation import spearman
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.fit.within import mean_norms
-from curvestep.report.drawing import COLOURS, ITERATIONS, log_axes, panels, styled
+from curvestep.report.drawing import COLOURS, ITERATIONS, log_axes, panels, save, styled
 
 FRACTIONS = (0.05, 0.15, 0.5, 1.0)
 LINE, FRONTIER = COLOURS[1], COLOURS[6]
@@ -166,33 +166,33 @@ def points(axes: Axes, trace: Trace, title: str, colour: str = COLOURS[0], line:
     x = np.array([0.0, g.max()])
     axes.plot(x, fit.L0 + fit.L1 * x, color=line or colour)
     axes.set(title=title, ylim=(0, None), xlim=(0, None))
-    axes.set(xlabel="gradient norm (loss/x)", ylabel="smoothness (loss/x²)")
+    axes.set(xlabel="gradient norm (loss/x)", ylabel="sharpness (loss/x²)")
     return fit
 
 
 def note(axes: Axes, text: str) -> None:
     """Words in the upper left corner, on white so that points do not disturb them."""
     box = {"facecolor": "white", "alpha": 0.8, "edgecolor": "none", "pad": 2}
-    axes.text(0.04, 0.96, text, transform=axes.transAxes, bbox=box, fontsize=8.5, ha="left", va="top")
+    axes.text(0.04, 0.96, text, transform=axes.transAxes, bbox=box, fontsize=9.5, ha="left", va="top")
 
 
 def changes(axes: Axes, trace: Trace, title: str, *, reach: float) -> None:
     """Draw u against v of every step, from its first fraction to the third, with the two laws."""
     norms = mean_norms(trace.column("grad_norm"), trace.column("grad_norms"), np.array(FRACTIONS))
     u, v = (np.log(values[:, 2] / values[:, 0]) for values in (trace.column("secants"), norms))
-    ends = np.array([-reach, reach / 4])
+    ends = np.array([-reach, 0.1 * reach])
     axes.plot(ends, 0 * ends, color=FRONTIER, label="u = 0: constant Hessian")
-    axes.plot(ends, ends, "--", color=LINE, label="u = v: smoothness L1‖g‖")
+    axes.plot(ends, ends, "--", color=LINE, label="u = v: sharpness L1‖g‖")
     axes.scatter(v, u, s=9, color=COLOURS[0], alpha=0.6, linewidths=0, zorder=3)
-    axes.set(title=title, xlim=ends, ylim=ends)
-    axes.set(xlabel="v, change of log gradient norm (no unit)", ylabel="u, of log smoothness (no unit)")
-    axes.legend(loc="lower right")
+    axes.set(title=title, xlim=ends, ylim=(-reach, 0.25 * reach))
+    axes.set(xlabel="v, change of log gradient norm (no unit)", ylabel="u, change of log sharpness (no unit)")
+    axes.legend(loc="lower right" if reach > 0.2 else "center left")
 
 
 def elasticity(fit: SmoothnessFit) -> str:
-    """The slope in words, and whether its size means anything; adding zero turns -0.0 into 0.0."""
-    known = "known" if fit.within.size_known else "unknown"
-    return f"slope {round(fit.within.elasticity, 2) + 0.0:.2f}, size {known}"
+    """What the test within steps found; adding zero turns -0.0 into 0.0."""
+    slope = f"slope {round(fit.within.elasticity, 2) + 0.0:.2f}"
+    return f"{slope}: it grows" if fit.grows else f"{slope}: no growth"
 
 
 def warning(fit: SmoothnessFit, start: str) -> str:
@@ -206,7 +206,7 @@ def unpaired_figure() -> tuple[Figure, Numbers]:
     figure, (left, right) = panels(1, 2, width=3.5, height=2.9)
     run = {"curvature": np.ones(20), "noise": 0.5, "uneven": 0.5, "spread": 0.1}
     fit = points(left, clipped_sgd_on_a_quadratic(**run, paired=False), "two batches", LINE)
-    note(left, f"L1 = {fit.L1:.0f}, rank corr. {fit.spearman:.2f}")
+    note(left, f"L1 = {fit.L1:.0f}, rank correlation {fit.spearman:.2f}")
     numbers: Numbers = {
         "L1_of_two_batches": fit.L1,
         "warning_of_two_batches": warning(fit, "Inside steps"),
@@ -214,7 +214,7 @@ def unpaired_figure() -> tuple[Figure, Numbers]:
     fit = points(right, clipped_sgd_on_a_quadratic(**run), "the same batch at both points")
     right.set_ylim(0, 2)
     note(right, f"L1 = {fit.L1:.1g}")
-    figure.suptitle("A quadratic with Hessian 1 everywhere: there is no L1 to find")
+    figure.suptitle("Two batches invent an L1 where there is none (Hessian 1, 300 steps)")
     return figure, {**numbers, "L1_of_the_same_batch": fit.L1}
 
 
@@ -234,18 +234,22 @@ def spectrum_figure() -> tuple[Figure, Numbers]:
             "smoothness": (0.2 + 2 * g) * np.exp(0.15 * rng.standard_normal()),
         }
         trace.append({**row, "step_norm": 0.02, "lr": 1.0})
-    other = points(right, trace, "smoothness that follows the norm", line=LINE)
+    other = points(right, trace, "sharpness follows the norm", line=LINE)
     numbers: Numbers = {}
+    figure.suptitle("A rank correlation is evidence only beyond the control (300 steps)")
     for axes, found, name in ((left, fit, "constant_hessian"), (right, other, "following_smoothness")):
         assert found.control is not None
         low, high = found.control.spearman_interval
+        inside = "inside" if found.spearman_interval[0] <= high else "beyond"
+        evidence = "no evidence" if inside == "inside" else "evidence"
         note(
             axes,
-            f"rank corr. {found.spearman:.2f}\ncontrol {found.control.spearman:.2f} [{low:.2f}, {high:.2f}]",
+            f"rank correlation {found.spearman:.2f},\n{inside} the control [{low:.2f}, {high:.2f}]:\n"
+            f"{evidence}",
         )
         numbers |= {f"spearman_of_{name}": found.spearman, f"highest_control_of_{name}": high}
-    left.set_ylim(0, 1.45 * float(descent.column("smoothness").max()))
-    right.set_ylim(0, 1.25 * float(trace.column("smoothness").max()))
+    left.set_ylim(0, 1.6 * float(descent.column("smoothness").max()))
+    right.set_ylim(0, 1.5 * float(trace.column("smoothness").max()))
     return figure, numbers
 
 
@@ -255,6 +259,7 @@ def within_figure() -> tuple[Figure, Numbers]:
     curvature = np.geomspace(0.1, 5, 20)
     flat = sgd(lambda x, batch: curvature * (x - batch), dim=20, lr=0.2)
     steep = sgd(lambda x, batch: np.sinh(x - batch), dim=3, lr=0.15)
+    figure.suptitle("Within steps a constant Hessian shows nothing, growth shows (200 steps)")
     changes(left, flat, "a constant Hessian", reach=0.4)
     changes(right, steep, "Σ cosh(x − batch), L0 = L1 = 1", reach=0.4)
     numbers: Numbers = {}
@@ -294,12 +299,13 @@ def time_figure() -> tuple[Figure, Numbers]:
     ends = np.array([0, g.max()])
     left.plot(ends, fit.L0 + fit.L1 * ends, color=LINE)
     left.set(title=f"all rows: L1 = {fit.L1:.1f}", xlim=(0, None), ylim=(0, None))
-    left.set(xlabel="gradient norm (loss/x)", ylabel="smoothness (loss/x²)")
+    left.set(xlabel="gradient norm (loss/x)", ylabel="sharpness (loss/x²)")
     figure.colorbar(shaded, ax=left, label="step", pad=0.02)
     right.axhline(fit.spearman, color=LINE, label="all rows")
     right.axhline(float(np.mean(inside)), color=COLOURS[0], linestyle="--", label="mean of the parts")
-    right.plot(np.arange(1, 9), inside, "o", color=COLOURS[0], label="one part")
-    right.set(title="in parts of the run", ylim=(-1, 1))
+    right.plot(np.arange(1, 9), inside, "o-", color=COLOURS[0], linewidth=0.7, label="one part")
+    figure.suptitle("Time makes the slope: parts of the run have none (300 rows)")
+    right.set(title="the same run in 8 parts", ylim=(-1, 1))
     right.set(xlabel="part of the run (number)", ylabel="rank correlation (no unit)")
     right.legend(loc="lower left")
     return figure, {
@@ -338,11 +344,13 @@ def kinks_figure() -> tuple[Figure, Numbers]:
                 f"most_smoothness_of_{name}": max(middle.values()),
             }
     for axes in (left, right):
-        log_axes(axes)
+        axes.set_xscale("log")
+        axes.set_yscale("log")
         axes.set_xlabel("step length (x)")
         axes.legend()
-    left.set(title="smoothness", ylabel="smoothness (loss/x²)")
-    right.set(title="smoothness times step length", ylabel="change of gradient (loss/x)")
+    figure.suptitle("A kink makes ReLU look sharper the shorter the step (12 steps a length)")
+    left.set(title="sharpness", ylabel="sharpness (loss/x²)")
+    right.set(title="sharpness times step length", ylabel="change of gradient (loss/x)")
     return figure, numbers
 
 
@@ -355,6 +363,7 @@ def noise_figure() -> tuple[Figure, Numbers]:
     figure, (left, right) = panels(1, 2, width=3.5, height=2.9)
     true = points(left, rows(full, ell), "against the full gradient", line=LINE)
     fit = points(right, rows(measured, ell, noise=0.8), "against the batch's gradient", line=LINE)
+    figure.suptitle(f"The same run: noise in the norm lowers L0 from {true.L0:.2f} to {fit.L0:.2f}")
     for axes, found in ((left, true), (right, fit)):
         note(axes, f"L0 = {found.L0:.2f}, L1 = {found.L1:.2f}")
         axes.set(xlim=(0, 1.02 * float(measured.max())), ylim=(0, 1.5 * float(ell.max())))
@@ -378,11 +387,15 @@ def scatter_figure() -> tuple[Figure, Numbers]:
     axes.scatter(g, ell, s=7, color=COLOURS[0], alpha=0.6, linewidths=0)
     axes.plot(x, fit.L0 + fit.L1 * x, color=LINE, label=f"fit: {fit.L0:.2f} + {fit.L1:.2f} g")
     bound = (1 + 2 * x) * np.exp(0.3 * x * stats.norm.ppf(0.95))
-    axes.plot(x, bound, "--", color=FRONTIER, label="truth: 95 % of the points lie below")
-    axes.plot(x, 1 + 2 * x, ":", color=FRONTIER, label="truth: the middle, 1 + 2 g")
+    axes.plot(x, bound, "--", color=FRONTIER, label="true line with 95 % of the points below")
+    axes.plot(x, 1 + 2 * x, ":", color=FRONTIER, label="true middle, 1 + 2 g")
     log_axes(axes)
-    axes.set(xlim=(g.min(), g.max()), ylim=(1, None), title="scatter that grows with the gradient norm")
-    axes.set(xlabel="gradient norm g (loss/x)", ylabel="smoothness (loss/x²)")
+    axes.set(
+        xlim=(0.9 * g.min(), 1.15 * g.max()),
+        ylim=(1, None),
+        title="Scatter that grows pulls L0 to 0 (300 rows)",
+    )
+    axes.set(xlabel="gradient norm g (loss/x)", ylabel="sharpness (loss/x²)")
     axes.legend(loc="upper left")
     return figure, {
         "L0_of_scatter": fit.L0,
@@ -396,9 +409,11 @@ def batches_figure() -> tuple[Figure, Numbers]:
     curvature = np.geomspace(0.1, 5, 20)
     trace = sgd(lambda x, batch: curvature * x + 0.3 * batch, dim=20, lr=0.1, unequal=0.4)
     figure, (left, right) = panels(1, 2, width=3.5, height=3.1)
+    figure.suptitle("Unequal batches: growth across rows, none within steps (200 steps)")
     fit = points(left, trace, "across the rows", line=LINE)
-    note(left, f"L1 = {fit.L1:.1f}, rank corr. {fit.spearman:.2f}")
-    changes(right, trace, "inside the steps", reach=0.16)
+    note(left, f"L1 = {fit.L1:.1f}, rank correlation {fit.spearman:.2f}")
+    changes(right, trace, "within the steps", reach=0.16)
+    right.set(ylim=(-0.08, 0.016))
     note(right, elasticity(fit))
     assert fit.control is not None
     return figure, {
@@ -431,7 +446,8 @@ if __name__ == "__main__":
     for name, draw in FIGURES.items():
         with styled():
             figure, found = draw()
-            figure.savefig(folder / f"trust-{name}.png", dpi=140, metadata={"Software": None})
+            png, _ = save(figure, folder / f"trust-{name}")
+            png.unlink()  # the page shows the SVG
         numbers |= found
     kept = folder / "trust.json" if len(sys.argv) > 1 else docs / "results" / "trust.json"
     kept.write_text(json.dumps(numbers, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -1,92 +1,263 @@
-"""The runs, numbers and pictures of docs/choose.md: python reproduction/choose_figures.py [FOLDER] [--keep].
+"""The two worked examples of the documentation: python reproduction/choose_figures.py [--seeds 3].
 
-Prints every command and what it says. Minutes on one core, with Penn Treebank at hand; runs that have ended
-in FOLDER (default: runs/choose) are not trained again. FOLDER gets the runs, the report page,
-the pictures of the documentation (choose-loss.png, choose-scatter.png and, where there is chromium,
-choose-report.png) and the numbers, choose.json. With --keep pictures and numbers are copied into docs/.
+A small GPT with AdamW on Penn Treebank (docs/adamw.md), and a CNN with SGD on CIFAR-10 (docs/cnn.md).
+Both are calibrated, then trained at the rates and thresholds named below. Numbers and printed results go to
+docs/results/choose.json; ``python docs/tables.py`` copies them into the pages, and this script draws
+docs/images/adamw.svg and cnn.svg. About ten minutes on one core.
 """
 
-import contextlib
-import io
+import argparse
 import json
-import shutil
-import sys
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from curvestep.cli import main
-from curvestep.report.charts import comparison, run_charts
-from curvestep.report.drawing import figure_of, save
-from curvestep.report.views import find_views, tasks_of
-from curvestep_reproduction.training.run_folder import TrainedRun
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
 
-SMALL = "--embedding 64 --hidden 100"
-CHROMIUM = shutil.which("chromium")  # for the picture of the page
-TRAIN = f"curvestep train ptb-lstm {SMALL} --steps 200 --probe-every 2 --threads 1 --quiet --resume"
+import curvestep as cs
+from curvestep.report.drawing import panels, save, styled
+from curvestep_reproduction.data.corpus import load_ptb
+from curvestep_reproduction.data.images import load_cifar10, normalise
+
 DOCS = Path(__file__).parents[1] / "docs"
+CONTEXT, WORDS = 32, 2000
+Batch = tuple[Tensor, Tensor]
 
 
-def run(line: str) -> str:
-    """One command line: shown, run, and what it printed."""
-    print(f"\n$ {line}", flush=True)
-    printed = io.StringIO()
-    with contextlib.redirect_stdout(printed):
-        code = main(line.split()[1:])
-    print(printed.getvalue(), end="", flush=True)
-    if code:
-        sys.exit(code)
-    return printed.getvalue()
+class GPT(nn.Module):
+    """Two causal transformer layers over 2,000 words."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words, self.places = nn.Embedding(WORDS, 64), nn.Embedding(CONTEXT, 64)
+        self.blocks = nn.ModuleList(
+            nn.TransformerEncoderLayer(64, 4, 256, dropout=0.0, batch_first=True, norm_first=True)
+            for _ in range(2)
+        )
+        self.head = nn.Sequential(nn.LayerNorm(64), nn.Linear(64, WORDS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits of the next word at each place."""
+        mask = torch.full((x.shape[1], x.shape[1]), -math.inf).triu(1)
+        hidden = self.words(x) + self.places(torch.arange(x.shape[1]))
+        for block in self.blocks:
+            hidden = block(hidden, src_mask=mask)
+        return self.head(hidden).flatten(0, 1)
 
 
-def ending(folder: Path) -> dict[str, object]:
-    """The numbers that the story tells of a run."""
-    found = TrainedRun.load(folder)
-    rows = found.rows("train")
-    clipped = sum(row["coefficient"] < 1 - 1e-6 for row in rows) / len(rows)
-    status = found.status
-    perplexity = status["metrics"].get("valid", {}).get("perplexity")
-    numbers = {"lr": found.recipe.lr, "max_norm": str(found.recipe.max_norm), "status": status["status"]}
-    numbers |= {"step": status["step"], "clipped": clipped, "message": status["message"]}
-    diverged = status["status"] == "diverged"
-    return {**numbers, "train_loss": None if diverged else status["train_loss"], "perplexity": perplexity}
+def cnn() -> nn.Sequential:
+    """Four convolutions with BatchNorm."""
+    layers: list[nn.Module] = []
+    for before, after in ((3, 16), (16, 32), (32, 64), (64, 64)):
+        layers += [
+            nn.Conv2d(before, after, 3, stride=2, padding=1, bias=False),
+            nn.BatchNorm2d(after),
+            nn.ReLU(),
+        ]
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(256, 10))
 
 
-folder = Path(next((word for word in sys.argv[1:] if not word.startswith("-")), "runs/choose"))
-run(f"{TRAIN} --lr 10 --max-norm inf --folder {folder}/first")
-run(f"{TRAIN} --lr 2 --max-norm inf --folder {folder}/lower")
-said = {name: run(f"curvestep advise {folder}/{name}") for name in ("first", "lower")}
-said["calibrate"] = run(f"curvestep calibrate ptb-lstm {SMALL}")
-found = json.loads(run(f"curvestep calibrate ptb-lstm {SMALL} --json"))
-lr, max_norm = f"{found['lr']:.3g}", f"{found['max_norm']:.3g}"
-run(f"{TRAIN} --lr {lr} --max-norm {max_norm} --folder {folder}/calibrated")
-said["calibrated"] = run(f"curvestep advise {folder}/calibrated")
-run(f"{TRAIN} --lr {lr} --max-norm 0.5 --folder {folder}/raised")
-run(f"{TRAIN} --lr {lr} --max-norm inf --folder {folder}/without")
-said["together"] = run(f"curvestep advise {folder}/lower {folder}/calibrated {folder}/raised")
-run(f"curvestep report {folder} --output {folder}/report.html")
-(task,) = tasks_of(find_views([folder]))
-save(figure_of(comparison(task.runs)[:1], title=task.name), folder / "choose-loss.png")
-calibrated = next(view for view in task.runs if view.name == "calibrated")
-scatter = [chart for chart in run_charts(calibrated) if chart.kind == "scatter"]
-save(figure_of(scatter, title=f"calibrated: {calibrated.setting}"), folder / "choose-scatter.png")
-names = ("first", "lower", "calibrated", "raised", "without")
-kept = {"runs": {name: ending(folder / name) for name in names}, "said": said}
-(folder / "choose.json").write_text(json.dumps(kept, indent=1, allow_nan=False) + "\n")
+@dataclass(frozen=True)
+class Task:
+    """What is trained, on what, and with which settings besides calibrate's."""
 
-if CHROMIUM:
-    from playwright.sync_api import sync_playwright
+    make: Callable[[], nn.Module]
+    train: Batch
+    held_out: Batch
+    batch_size: int
+    num_steps: int
+    optimizer: Callable[..., torch.optim.Optimizer]
+    factors: tuple[float, ...]  # of calibrate's lr, each with the clip of the task
+    default: float  # a usual lr
+    unclipped: bool  # whether calibrate's lr is tried without the clip, too
 
-    with sync_playwright() as driver:
-        browser = driver.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
-        tab = browser.new_page(viewport={"width": 1100, "height": 900})
-        tab.goto((folder / "report.html").resolve().as_uri())
-        tab.wait_for_selector("html[data-ready=yes]")
-        tab.evaluate("curvestepPage.drawAll()")
-        end = tab.evaluate("document.querySelector('#comparison').getBoundingClientRect().bottom + 12")
-        clip = {"x": 0, "y": 0, "width": 1100, "height": end}
-        tab.screenshot(path=folder / "choose-report.png", clip=clip, full_page=True)
-        browser.close()
 
-if "--keep" in sys.argv:
-    for picture in folder.glob("choose-*.png"):
-        shutil.copy(picture, DOCS / "images" / picture.name)
-    shutil.copy(folder / "choose.json", DOCS / "results" / "choose.json")
+def words_of(tokens: Tensor) -> Batch:
+    """Every window of a text as one example, with the words that follow."""
+    windows = tokens[: (len(tokens) - 1) // CONTEXT * CONTEXT + 1]
+    return windows[:-1].view(-1, CONTEXT), windows[1:].view(-1, CONTEXT)
+
+
+def tasks() -> dict[str, Task]:
+    """The two examples."""
+    corpus = load_ptb(max_vocabulary=WORDS)
+    images = load_cifar10()
+    train = normalise(images, images.train_x[:10_000]), images.train_y[:10_000]
+    held_out = normalise(images, images.test_x[:2000]), images.test_y[:2000]
+    return {
+        "adamw": Task(
+            GPT, words_of(corpus.train), words_of(corpus.valid[:20_000]), 16, 400,
+            torch.optim.AdamW, (1 / 3, 1, 3), 1e-3, unclipped=True,
+        ),
+        "cnn": Task(
+            cnn, train, held_out, 64, 600, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9, nesterov=True),
+            (1 / 3, 1, 3), 0.1, unclipped=True,
+        ),
+    }  # fmt: skip
+
+
+def loss_on(model: nn.Module, batch: Batch) -> Tensor:
+    """The mean cross-entropy of a batch."""
+    return F.cross_entropy(model(batch[0]), batch[1].flatten())
+
+
+def batches_of(task: Task, seed: int) -> Iterator[Batch]:
+    """Random batches without end."""
+    generator = torch.Generator().manual_seed(seed)
+    while True:
+        order = torch.randperm(len(task.train[0]), generator=generator)
+        for rows in order.split(task.batch_size)[: len(order) // task.batch_size]:
+            yield task.train[0][rows], task.train[1][rows]
+
+
+def schedule_for(optimizer: torch.optim.Optimizer, num_steps: int) -> torch.optim.lr_scheduler.LambdaLR:
+    """A tenth of the run for warm-up, then a linear decay."""
+    return torch.optim.lr_scheduler.LambdaLR(
+        optimizer, lambda k: min(1.0, 10 * (k + 1) / num_steps) * (1 - k / num_steps)
+    )
+
+
+def train(
+    task: Task, lr: float, max_norm: float | None, seed: int
+) -> tuple[cs.SmoothnessProbe, dict[str, Any]]:
+    """One run: its probe, and its numbers."""
+    torch.manual_seed(seed)
+    model = task.make()
+    optimizer = task.optimizer(model.parameters(), lr=lr)
+    if max_norm is not None:
+        cs.clip(optimizer, max_norm)
+    schedule = schedule_for(optimizer, task.num_steps)
+    probe = cs.SmoothnessProbe(model).watch(optimizer)
+    for _, batch in zip(range(task.num_steps), batches_of(task, seed), strict=False):
+        probe.record(lambda batch=batch: loss_on(model, batch)).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    model.eval()
+    with torch.no_grad():
+        parts = list(zip(task.held_out[0].split(200), task.held_out[1].split(200), strict=True))
+        held_out = sum(loss_on(model, part).item() * len(part[0]) for part in parts) / len(task.held_out[0])
+    stats = optimizer.clip_stats() if max_norm is not None else {"clipped_fraction": 0.0}
+    clipped = float(stats["clipped_fraction"])
+    return probe, {"lr": lr, "max_norm": max_norm, "seed": seed, "held_out": held_out, "clipped": clipped}
+
+
+def rounded(value: float) -> float:
+    """Three digits, as a reader would type them."""
+    return float(f"{value:.3g}")
+
+
+def example(name: str, task: Task, seeds: int) -> dict[str, Any]:
+    """Calibrate, train every setting, ask for advice."""
+    torch.manual_seed(0)
+    model = task.make()
+    optimizer = task.optimizer(model.parameters(), lr=task.default)
+    if name == "adamw":
+        cs.clip(optimizer, 1.0)
+    batches = [batch for _, batch in zip(range(64), batches_of(task, 99), strict=False)]
+    cal = cs.calibrate(
+        model, lambda batch: loss_on(model, batch), batches,
+        optimizer=optimizer, schedule="warmup-decay", num_steps=task.num_steps,
+    )  # fmt: skip
+    print(f"== {name}\n{cal}", flush=True)
+    max_norm = rounded(cal.max_norm)
+    settings = [(rounded(factor * cal.lr), max_norm) for factor in task.factors]
+    settings += [(task.default, max_norm)] + [(rounded(cal.lr), None)] * task.unclipped
+    settings += [(task.default, None)] * (name == "cnn")
+    runs, probes = [], []
+    for lr, threshold in settings:
+        for seed in range(seeds):
+            probe, numbers = train(task, lr, threshold, seed)
+            print(numbers, flush=True)
+            runs.append(numbers)
+            probes.append(probe)
+    ours = next(probe for probe, run in zip(probes, runs, strict=True) if run["lr"] == rounded(cal.lr))
+    said = {"calibrate": str(cal), "one": str(cs.advise(ours)), "all": str(cs.advise(*probes))}
+    print(said["all"], flush=True)
+    return {"lr": rounded(cal.lr), "max_norm": max_norm, "steps": task.num_steps, "runs": runs, "said": said}
+
+
+def draw(name: str, found: dict[str, Any], default: float) -> None:
+    """Held-out loss against lr, with and without the clip."""
+    with styled():
+        figure, (panel,) = panels(1, 1, width=6.4, height=3.4)
+        for threshold, colour, face in (
+            (found["max_norm"], "#0072B2", "#0072B2"),
+            (None, "#D55E00", "white"),
+        ):
+            runs = sorted((r for r in found["runs"] if r["max_norm"] == threshold), key=lambda r: r["lr"])
+            label = "no clipping" if threshold is None else f"max_norm {threshold:g}"
+            rates = sorted({run["lr"] for run in runs})
+            means = [
+                sum(r["held_out"] for r in runs if r["lr"] == lr) / sum(r["lr"] == lr for r in runs)
+                for lr in rates
+            ]
+            panel.plot(
+                [r["lr"] for r in runs],
+                [r["held_out"] for r in runs],
+                "o",
+                color=colour,
+                markerfacecolor=face,
+                alpha=0.5,
+            )
+            panel.plot(
+                rates, means, "-" if threshold else "s", color=colour, markerfacecolor=face, label=label
+            )
+        panel.set_xscale("log")
+        rates = sorted({run["lr"] for run in found["runs"]})
+        panel.set_xticks(rates, [f"{lr:g}" for lr in rates], fontsize=8, rotation=30)
+        panel.minorticks_off()
+        panel.axvline(found["lr"], color="#777777", linestyle=":", zorder=0)
+        panel.annotate(
+            "calibrate",
+            (found["lr"], 1),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="bottom",
+            fontsize=9,
+        )
+        panel.annotate(
+            f"usual {default:g}",
+            (default, 1),
+            xycoords=("data", "axes fraction"),
+            ha="center",
+            va="bottom",
+            fontsize=9,
+        )
+        panel.set_xlabel("peak lr (log scale)")
+        panel.set_ylabel("held-out loss (lower is better)")
+        at = {
+            lr: [r["held_out"] for r in found["runs"] if r["lr"] == lr and r["max_norm"]]
+            for lr in (found["lr"], default)
+        }
+        ours, usual = (sum(losses) / len(losses) for losses in at.values())
+        panel.set_title(
+            f"{ours:.2f} at the lr of calibrate, {usual:.2f} at {default:g}", pad=20, fontweight="bold"
+        )
+        panel.legend()
+        save(figure, DOCS / "images" / name)
+    (DOCS / "images" / f"{name}.png").unlink()  # pages show the SVG
+
+
+def main() -> None:
+    """Train, keep the numbers, draw."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--draw", action="store_true", help="only draw what is kept")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    path = DOCS / "results" / "choose.json"
+    found = json.loads(path.read_text()) if options.draw else {}
+    for name, task in tasks().items():
+        if not options.draw:
+            found[name] = example(name, task, options.seeds)
+            path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
+        draw(name, found[name], task.default)
+
+
+if __name__ == "__main__":
+    main()

@@ -70,7 +70,6 @@ from curvestep_reproduction.training.run_folder import CHECKPOINT, TrainedRun, h
 
 DOCS = Path(__file__).parents[1] / "docs"
 IMAGES = DOCS / "results" / "images"
-AS_PNG = ("epoch-fig2",)  # pictures that the package index shows, too
 NUMBERS = "results/claims.md"
 CHANGES = "results/verdicts.md"
 ERRATA_PAGE = "results/errata.md"
@@ -261,8 +260,6 @@ def draw_pictures(page: Page, kept: KeptRuns) -> str:
     for picture in [entry for entry in drawn.entries if entry["name"] in page.pictures]:
         name = f"{page.name}-{picture['name']}"
         shutil.copy(results.folder / picture["svg"], IMAGES / f"{name}.svg")
-        if name in AS_PNG:
-            shutil.copy(results.folder / picture["png"], IMAGES / f"{name}.png")
         shown.append(f"![{picture['title']}](images/{name}.svg)")
     return "\n\n".join(shown)
 

@@ -11,6 +11,7 @@ from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 import torch
+from docs.check_site import WIDTHS, dead_links, pixels_beyond
 from docs.outputs import PAGES as PAGES_WITH_OUTPUT, calibration_in, with_outputs
 
 import curvestep
@@ -45,7 +46,7 @@ def test_python_blocks_run_in_order(page, tmp_path, monkeypatch):
 
 
 def test_every_test_that_the_page_of_faults_names_is_there():
-    page = (ROOT / "docs/results/faults.md").read_text()
+    page = (ROOT / "tests/FAULTS.md").read_text()
     named = re.findall(r"`((?:reproduction/)?tests/[a-z_/]+\.py)::(\w+)`", page)
     assert len(named) > 40
     for file, test in named:
@@ -134,9 +135,35 @@ def site(tmp_path_factory):
 
 @pytest.mark.slow
 def test_the_site_builds_strictly(site):
-    assert "clip_stats" in (site / "api" / "optimizers.html").read_text()
-    listed = (ROOT / "docs" / "api.md").read_text()
-    assert [name for name in curvestep.__all__ if f"`{name}`" not in listed] == []
+    assert "clip_stats" in (site / "api" / "clippedsgd.html").read_text()
+    for page in ("troubleshooting", "row_schema", "command_line", "api/theory.theorems"):
+        assert (site / f"{page}.html").stat().st_size > 20_000, page
+
+
+@pytest.mark.slow
+def test_no_link_of_the_site_is_dead_and_no_page_an_orphan(site):
+    assert dead_links(site) == []
+
+
+@pytest.mark.slow
+def test_the_list_of_the_api_has_every_public_name(site):
+    listed = re.sub(r"<[^>]+>", " ", (site / "api" / "index.html").read_text())
+    assert [name for name in curvestep.__all__ if not re.search(rf"\b{name}\b", listed)] == []
+
+
+def test_every_page_is_in_the_navigation_once():
+    nav = re.findall(r": ([\w/]+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), re.MULTILINE)
+    made = {"command_line.md", "troubleshooting.md", "row_schema.md"}
+    pages = {str(page.relative_to(ROOT / "docs")) for page in PAGES[1:]}
+    assert sorted(nav) == sorted(pages | made)
+
+
+def test_the_tutorial_is_the_script_of_the_readme_in_parts():
+    def code(page):
+        lines = "\n".join(blocks(ROOT / page, "python")).splitlines()
+        return [line for line in lines if line.strip()]
+
+    assert code("docs/tutorial.md") == code("README.md")
 
 
 ALL_DRAWN = "[...document.querySelectorAll('.arithmatex')].every(formula => formula.querySelector('.katex'))"
@@ -145,7 +172,7 @@ ALL_DRAWN = "[...document.querySelectorAll('.arithmatex')].every(formula => form
 @pytest.mark.slow
 @pytest.mark.browser
 @pytest.mark.skipif(not CHROMIUM, reason="no chromium on the path: apt-get install chromium")
-def test_the_site_asks_no_other_server_and_draws_every_formula(site):
+def test_pages_ask_no_other_server_draw_formulas_and_do_not_scroll_sideways(site):
     playwright = pytest.importorskip("playwright.sync_api")
     handler = functools.partial(QuietHandler, directory=site)
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server, playwright.sync_playwright() as driver:
@@ -162,6 +189,7 @@ def test_the_site_asks_no_other_server_and_draws_every_formula(site):
             tab.wait_for_function(ALL_DRAWN, timeout=120_000)  # some time after the page has come
             assert tab.locator(".katex-error").count() == 0, page
             formulas += tab.locator(".arithmatex").count()
+            trouble += [f"{page} at {width}" for width in WIDTHS if pixels_beyond(tab, width)]
         server.shutdown()
     assert trouble == []
     assert formulas > 100

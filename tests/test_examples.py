@@ -40,8 +40,8 @@ def test_measuring_a_training_loop_gives_a_fit_an_advice_and_a_picture(tmp_path)
 def test_pictures_of_the_page_on_trust_are_drawn(tmp_path):
     run_script("docs/trust_figures.py", tmp_path)
     page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
-    shown = re.findall(r"!\[[^\]]+\]\(images/([\w-]+\.png)\)", page)
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == sorted(shown)
+    shown = re.findall(r"!\[[^\]]+\]\(images/([\w-]+\.svg)\)", page)
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == sorted(shown)
     assert len(shown) == 9
 
 

@@ -1,16 +1,12 @@
 import errno
 import math
-import subprocess
-import sys
-import threading
-import time
 import warnings
 
 import pytest
 from hypothesis import given, strategies as st
 
 from curvestep import files
-from curvestep.files import RowFile, dump_json, dump_row, load_json, lock, read_rows, write_atomically
+from curvestep.files import RowFile, dump_json, dump_row, load_json, read_rows, write_atomically
 
 words = st.text().filter(lambda s: s not in ("NaN", "Infinity", "-Infinity"))
 scalars = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False), words)
@@ -134,53 +130,3 @@ def test_checksums_are_no_part_of_a_row_and_missing_ones_are_counted(path):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         assert rows_in(path) == [{}]
-
-
-HOLD = """
-import sys, time
-from pathlib import Path
-from curvestep.files import lock
-with lock(Path(sys.argv[1])):
-    print("held", flush=True)
-    sys.stdin.readline()
-"""
-
-
-def test_a_lock_keeps_another_process_out_until_it_dies(tmp_path):
-    path = tmp_path / ".lock"
-    holder = subprocess.Popen(
-        [sys.executable, "-c", HOLD, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
-    )
-    assert holder.stdin is not None
-    assert holder.stdout is not None
-    with holder:
-        assert holder.stdout.readline() == b"held\n"
-        inode = path.stat().st_ino
-        with pytest.raises(TimeoutError), lock(path):
-            pass
-        holder.kill()
-        holder.wait()
-        with lock(path, patience=10.0):
-            assert path.stat().st_ino == inode
-    assert path.stat().st_ino == inode
-    with lock(path):
-        pass
-
-
-@pytest.mark.parametrize("patience", [60.0, math.inf])
-def test_a_lock_is_waited_for_as_long_as_patience_lasts_and_said_once(tmp_path, patience):
-    path, held, waits = tmp_path / ".lock", threading.Event(), []
-
-    def hold():
-        with lock(path):
-            held.set()
-            time.sleep(1.2)
-            held.clear()
-
-    other = threading.Thread(target=hold)
-    other.start()
-    assert held.wait(60)
-    with lock(path, patience=patience, on_wait=lambda: waits.append(held.is_set())):
-        assert waits == [True]
-        assert not held.is_set()
-    other.join()

@@ -29,7 +29,7 @@ import sys
 class Blocked:
     def find_spec(self, name, path=None, target=None):
         if name.split(".")[0] in {list(blocked)!r}:
-            raise ModuleNotFoundError(f"No module named {{name!r}}")
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
 sys.meta_path.insert(0, Blocked())
 """
     return subprocess.run([sys.executable, "-c", block + code], capture_output=True, text=True, check=False)
@@ -98,6 +98,21 @@ print(callable(call), *inspect.signature(call).parameters)
 """
     done = run(code)
     assert done.stdout == "True runs output title overwrite\n", done.stderr
+
+
+@pytest.mark.parametrize(
+    ("code", "package", "extra"),
+    [
+        ("from curvestep.report.page import write_page", "PIL", "report"),
+        ("import curvestep.report.drawing", "matplotlib", "report"),
+        ("import curvestep as cs; cs.loggers.mlflow()", "mlflow", "loggers"),
+    ],
+)
+def test_a_missing_package_is_named_with_its_install_line(code, package, extra):
+    done = run(code, blocked=[package])
+    last = done.stderr.splitlines()[-1]
+    assert package in last
+    assert f"pip install -c constraints.txt '.[{extra}]'" in last
 
 
 def test_steps_and_theory_work_without_torch():

@@ -260,7 +260,7 @@ def mlp():
 
 
 def cost(make, num_periods=4):
-    """The recorder's share of the CPU time of a step of AdamW, and its memory in copies of the parameters.
+    """CPU seconds of a step of AdamW and of the recorder in it, and its memory in copies of the parameters.
 
     Medians, of steps with and without a copy: on a busy machine a few steps take many times as long.
     """
@@ -278,15 +278,17 @@ def cost(make, num_periods=4):
         (others if k % spikes.keep else copying).append(spikes.spent)
     other = statistics.median(others)
     mean = other + (statistics.median(copying[1:]) - other) / spikes.keep
-    return mean / statistics.median(plain), spikes.nbytes / sum(p.nbytes for p in model.parameters())
+    return statistics.median(plain), mean, spikes.nbytes / sum(p.nbytes for p in model.parameters())
 
 
 def cost_table():
     """Markdown: time and memory of the recorder."""
-    lines = ["| model | of a step's time | memory, in copies of the parameters |", "| --- | --- | --- |"]
+    lines = ["| model | a step | recording | share | memory, in copies of the parameters |"]
+    lines.append("| --- | --- | --- | --- | --- |")
     for make in (lstm, resnet20, mlp):
-        share, copies = cost(make)
-        lines.append(f"| {make.__name__} | {share:.1%} | {copies:.1f} |")
+        step, ours, copies = cost(make)
+        cells = [f"{step * 1e3:.1f} ms", f"{ours * 1e3:.2f} ms", f"{ours / step:.1%}", f"{copies:.1f}"]
+        lines.append(f"| {make.__name__} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 

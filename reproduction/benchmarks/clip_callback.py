@@ -19,7 +19,14 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from lightning.pytorch.loggers import CSVLogger
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainerCallback, TrainingArguments
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
 from curvestep.integrations import lightning as for_lightning, transformers as for_transformers
 from curvestep.integrations.step_norms import StepNorms
@@ -139,7 +146,9 @@ def in_transformers(model, data, folder, steps, clock):
         folder, max_steps=steps, per_device_train_batch_size=BATCH_SIZE, use_cpu=True, logging_steps=1,
         report_to="none", save_strategy="no", disable_tqdm=True,
     )  # fmt: skip
-    Trainer(model, args, train_dataset=data, callbacks=[callback, Ends()]).train()
+    trainer = Trainer(model, args, train_dataset=data, callbacks=[callback, Ends()])
+    trainer.remove_callback(PrinterCallback)  # its lines would stand between those of the table
+    trainer.train()
 
 
 def main():

@@ -19,7 +19,7 @@ def check_positive(name: str, value: float) -> float:
 def check_threshold(name: str, value: float) -> float:
     """``value`` if it is positive; infinity is a threshold that never clips."""
     if type(value) is float and value > 0.0:
-        return value  # at once, as above
+        return value  # at once: each step of an optimizer asks
     return _check_number(name, value, "positive: a number, or inf for no limit", lambda number: number > 0)
 
 

@@ -1,4 +1,4 @@
-r"""Files that survive crashes and damage: atomic replacement, append-only rows, strict JSON, locks.
+r"""Files that survive crashes and damage: atomic replacement, append-only rows, strict JSON.
 
 NaN and the infinities are the strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, as in the JSON mapping
 of Protocol Buffers. A row is one line, a JSON object whose last key ``crc32`` is the checksum of the bytes
@@ -19,7 +19,7 @@ import warnings
 import weakref
 import zlib
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any, BinaryIO, NoReturn, TypeGuard
 
@@ -75,31 +75,6 @@ def write_atomically(path: Path, data: bytes | str) -> None:
     if isinstance(data, str):
         data = data.encode()
     replace_atomically(path, lambda file: file.write(data))
-
-
-@contextmanager
-def lock(path: Path, *, patience: float = 0.0, on_wait: Callable[[], None] = lambda: None) -> Iterator[None]:
-    """Hold the lock on ``path``; ``TimeoutError`` if another process holds it for ``patience`` seconds.
-
-    ``on_wait`` is called once if it takes more than a second.
-
-    ``path`` is a file for nothing else. It is created if need be and stays: a file that is replaced or
-    deleted while it is locked can be locked twice. The system releases the lock when the process dies.
-    """
-    from filelock import FileLock
-
-    held = FileLock(path)
-    try:
-        held.acquire(timeout=min(1.0, patience), poll_interval=0.1)
-    except TimeoutError:
-        if patience <= 1:
-            raise
-        on_wait()
-        held.acquire(timeout=patience - 1, poll_interval=0.1)
-    try:
-        yield
-    finally:
-        held.release()
 
 
 def dump_json(value: object, *, indent: int | None = None) -> str:

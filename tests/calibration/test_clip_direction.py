@@ -87,6 +87,19 @@ def test_symmetric_noise_is_rarely_called_a_turn(sigma):
     assert turned <= 5
 
 
+def test_interpolation_is_rarely_called_a_turn():
+    """Where one line fits all samples, a sample's gradient is (xᵀe) x: it vanishes with the error e."""
+    turned = 0
+    for seed in range(100):
+        x = np.random.default_rng(seed).normal(size=(64, 6))
+        bias = bias_from(x[:, :1] * x, 1.0)
+        assert bias.is_known
+        assert bias.clipped_fraction > 0.3
+        assert bias.length < 0.8
+        turned += bias.angle_interval[0] > 0.5
+    assert turned <= 5
+
+
 def test_intervals_hold_the_truth_of_skewed_noise():
     mean = clipped_mean(1.5)
     angle = math.degrees(math.atan2(-mean[1], mean[0]))

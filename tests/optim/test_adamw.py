@@ -10,6 +10,8 @@ from torch import nn
 from curvestep import ClippedAdamW
 from curvestep.tensors.kernel import native
 from tests.models import reloaded
+from tests.optim import kinds
+from tests.optim.kinds import set_gradients
 from tests.reference import exact_clip_, reference_norm
 
 STEPS = 10
@@ -50,15 +52,6 @@ def kernel(request):
 def twins(shapes, dtype=torch.float64, count=2):
     params = [nn.Parameter(torch.randn(s, dtype=dtype)) for s in shapes]
     return [params, *(copy.deepcopy(params) for _ in range(count - 1))]
-
-
-def set_gradients(k, *lists, scale=1.0):
-    """The same random gradients for each list; every other step ten times as large."""
-    generator = torch.Generator().manual_seed(k)
-    for i, p in enumerate(lists[0]):
-        g = scale * 10 ** (k % 2) * (1 + i) * torch.randn(p.shape, dtype=p.dtype, generator=generator)
-        for params in lists:
-            params[i].grad = g.to(params[i].dtype, copy=True)
 
 
 def assert_close(params, others, tolerance):
@@ -326,7 +319,7 @@ class StableAdamW:
             p -= lr * self.decay * p + lr * v / (u.sqrt() + self.eps)
 
 
-@pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}], ids=str)
+@pytest.mark.parametrize("path", kinds.PATHS.values(), ids=kinds.PATHS)
 @pytest.mark.parametrize("cap", [1.0, 0.4])
 def test_capped_updates_are_those_of_stable_adamw(path, cap):
     ours, theirs = twins([(40, 30), (7,), (1,), (70_001,)])

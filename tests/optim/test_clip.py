@@ -15,6 +15,7 @@ from torch.nn.utils import clip_grad_norm_
 import curvestep as cs
 from curvestep.optim.clip_step import RECENT_STEPS
 from tests.models import reloaded
+from tests.optim.kinds import copies, parameters, set_gradients
 from tests.reference import exact_clip_
 from tests.support.strict import strict_device, waits
 
@@ -28,17 +29,6 @@ OPTIMIZERS = {
 every_optimizer = pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 
 
-def parameters(*shapes, seed=0) -> list[Any]:
-    torch.manual_seed(seed)
-    return [nn.Parameter(torch.randn(s)) for s in shapes]
-
-
-def give_gradients(params, step, scale=1.0):
-    generator = torch.Generator().manual_seed(step)
-    for p in params:
-        p.grad = scale * torch.randn(p.shape, generator=generator, dtype=p.dtype)
-
-
 def clipped_sgd(params, max_norm, lr=1.0, **options) -> Any:
     """torch's SGD with clipping in its steps."""
     return cs.clip(torch.optim.SGD(params, lr=lr), max_norm, **options).optimizer
@@ -46,13 +36,13 @@ def clipped_sgd(params, max_norm, lr=1.0, **options) -> Any:
 
 @every_optimizer
 def test_steps_are_those_of_a_gradient_clipped_before(make):
-    ours, theirs = parameters((3, 4), (5,)), parameters((3, 4), (5,))
+    ours = parameters((3, 4), (5,))
+    theirs = copies(ours)
     opt, twin = make(ours), make(theirs)
     handle = cs.clip(opt, max_norm=4.0)
     norms = []
     for step in range(12):
-        give_gradients(ours, step)
-        give_gradients(theirs, step)
+        set_gradients(step, ours, theirs)
         norms.append(exact_clip_(theirs, 4.0))
         opt.step()
         twin.step()
@@ -71,7 +61,7 @@ def test_the_step_of_sgd_is_never_longer_than_lr_times_max_norm(scale, max_norm)
     (w,) = parameters((7,))
     start = w.detach().clone()
     opt = clipped_sgd([w], max_norm)
-    give_gradients([w], 0, scale)
+    set_gradients(0, [w], scale=scale)
     norm = w.grad.norm().item()
     opt.step()
     length = (w.detach() - start).norm().item()
@@ -80,7 +70,7 @@ def test_the_step_of_sgd_is_never_longer_than_lr_times_max_norm(scale, max_norm)
 
 def test_below_the_threshold_gradients_keep_their_bits():
     params = parameters((3,), (4,))
-    give_gradients(params, 1)
+    set_gradients(1, params)
     before = [p.grad.clone() for p in params]
     clipped_sgd(params, math.inf).step()
     assert all(torch.equal(p.grad, g) for p, g in zip(params, before, strict=True))
@@ -159,10 +149,10 @@ def test_a_step_that_is_not_finite_is_left_out_and_counted(make, bad):
     params = parameters((3,), (2, 2))
     opt = make(params)
     cs.clip(opt, max_norm=1.0, nonfinite="skip")
-    give_gradients(params, 0)
+    set_gradients(0, params)
     opt.step()
     before, state = [p.detach().clone() for p in params], state_of(opt)
-    give_gradients(params, 1)
+    set_gradients(1, params)
     params[1].grad[0, 0] = bad
     grads = [p.grad for p in params]
     opt.step()
@@ -178,7 +168,7 @@ def test_raise_names_the_parameter_and_changes_nothing():
     net: Any = nn.Linear(2, 2)
     opt = clipped_sgd(net.named_parameters(), 1.0)
     before = [p.detach().clone() for p in net.parameters()]
-    give_gradients(net.parameters(), 0)
+    set_gradients(0, list(net.parameters()))
     net.bias.grad[0] = math.nan
     with pytest.raises(FloatingPointError, match=r"`bias`.*Nothing was changed.*skip"):
         opt.step()
@@ -373,7 +363,7 @@ def test_counters_and_thresholds_survive_a_checkpoint(make):
     cs.clip(opt, max_norm=0.5)
     opt.param_groups[0]["max_norm"] = 0.25
     for step in range(3):
-        give_gradients(params, step)
+        set_gradients(step, params)
         opt.step()
     saved = reloaded(opt.state_dict())
     again = make(parameters((3,)))
@@ -383,7 +373,7 @@ def test_counters_and_thresholds_survive_a_checkpoint(make):
     assert again.param_groups[0]["max_norm"] == 0.25
     plain = make(parameters((3,)))
     plain.load_state_dict(saved)  # without clipping it is ignored
-    give_gradients(plain.param_groups[0]["params"], 0)
+    set_gradients(0, plain.param_groups[0]["params"])
     plain.step()
 
 
@@ -392,7 +382,7 @@ def test_states_with_and_without_clipping_are_exchanged():
     opt: Any = torch.optim.AdamW(params, lr=0.1)
     without = opt.state_dict()
     cs.clip(opt, max_norm=0.5)
-    give_gradients(params, 0)
+    set_gradients(0, params)
     opt.step()
     ours = cs.ClippedAdamW(parameters((3,)), lr=0.1, max_norm=9.0)
     ours.load_state_dict(opt.state_dict())
@@ -464,7 +454,7 @@ def test_a_closure_that_is_called_again_sees_its_own_gradient():
 
 def loop(opt, params, steps, before_step=lambda: None):
     for step in range(steps):
-        give_gradients(params, step)
+        set_gradients(step, params)
         before_step()
         opt.step()
 

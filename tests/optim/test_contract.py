@@ -13,6 +13,7 @@ from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
 from curvestep.optim import update
 from curvestep.tensors import kernel
 from curvestep.tensors.kernel import native
+from tests.optim.kinds import assert_same, copies, every_path, parameters, values
 from tests.reference import ReferenceSGD
 
 OPTIMIZERS = {
@@ -47,28 +48,6 @@ every_optimizer_in_every_mode = pytest.mark.parametrize(
     ],
 )
 every_mode = pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-
-
-def parameters(*shapes, dtype=None, scale=1.0):
-    params = [nn.Parameter(torch.randn(s, dtype=dtype)) for s in shapes]
-    for p in params:
-        p.grad = scale * torch.randn_like(p)
-    return params
-
-
-def copies(params):
-    twins = [nn.Parameter(p.detach().clone()) for p in params]
-    for p, twin in zip(params, twins, strict=True):
-        twin.grad = p.grad.clone()
-    return twins
-
-
-def values(params):
-    return [p.detach().clone() for p in params]
-
-
-def assert_same(before, after):
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
 @every_optimizer_in_every_mode
@@ -149,7 +128,7 @@ def test_skip_changes_nothing_and_counts(make, mode):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf])
-@pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+@every_path
 @pytest.mark.parametrize(
     ("make", "theirs", "options"),
     [

@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD, clip
+from tests.optim.kinds import set_gradients
 from tests.support.strict import strict_device, waits
 
 
@@ -67,15 +68,6 @@ def parameters(places):
     tensors = [torch.randn(shape) for shape in SHAPES] + [torch.randn(3, 4).t()]
     models = [[nn.Parameter(t.to(place, copy=True)) for t in tensors] for place in places]
     return models, [[{"params": params[:2]}, {"params": params[2:]}] for params in models]
-
-
-def set_gradients(k, *models):
-    """The same gradients for all, every other step ten times as large."""
-    generator = torch.Generator().manual_seed(k)
-    for same in zip(*models, strict=True):
-        g = 10 ** (k % 2) * torch.randn(same[0].shape, generator=generator)
-        for p in same:
-            p.grad = g.to(p.device, copy=True)
 
 
 def assert_equal_to_rounding(ours, theirs):

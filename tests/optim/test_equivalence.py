@@ -10,6 +10,7 @@ from torch import nn
 
 from curvestep import ClippedSGD, NormalizedSGD
 from tests.models import mlp
+from tests.optim.kinds import every_path
 from tests.reference import ReferenceSGD, exact_clip_
 
 OPTIONS = [
@@ -17,13 +18,6 @@ OPTIONS = [
     for m, d, n, w, x in itertools.product([0.0, 0.9], [0.0, 0.3], [False, True], [0.0, 0.1], [False, True])
     if not n or (m and not d)
 ]
-PATHS = {
-    "default": {},
-    "foreach": {"foreach": True},
-    "fused": {"fused": True},
-    "loop": {"foreach": False},
-}
-every_path = pytest.mark.parametrize("path", PATHS.values(), ids=PATHS)
 
 
 def names(options):

@@ -13,6 +13,7 @@ import curvestep as cs
 from curvestep import ClippedAdamW, ClippedSGD, NormalizedSGD
 from curvestep.tensors.kernel import native
 from curvestep.tensors.vectors import global_norm
+from tests.optim.kinds import every_path
 
 
 def parameter(*shape, grad=None, dtype=torch.float32):
@@ -71,7 +72,7 @@ def test_gradient_of_zeros_without_memory_moves_nothing(path):
     assert optimizer.clip_stats()["grad_norm"] == 0.0
 
 
-@pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+@every_path
 @pytest.mark.parametrize(
     "make", [partial(ClippedSGD, momentum=0.9), ClippedSGD, ClippedAdamW], ids=["momentum", "plain", "adamw"]
 )
@@ -93,7 +94,7 @@ def test_a_parameter_that_is_marked_as_negated_is_refused_and_not_added():
     assert len(optimizer.param_groups) == 1
 
 
-@pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+@every_path
 @pytest.mark.parametrize("make", [partial(ClippedSGD, momentum=0.9), ClippedAdamW], ids=["sgd", "adamw"])
 def test_gradient_that_is_a_conjugate_still_to_be_computed(make, path):
     start, g = torch.randn(5, dtype=torch.complex64), torch.randn(5, dtype=torch.complex64)
@@ -128,7 +129,7 @@ def test_empty_gradient_with_strides_of_its_own_is_a_step(momentum):
     torch.testing.assert_close(p.detach(), expected)
 
 
-@pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+@every_path
 def test_model_turned_to_another_dtype_after_a_step_goes_on_as_with_torch(path):
     models = [nn.Linear(3, 2, dtype=torch.float32) for _ in range(2)]
     models[1].load_state_dict(models[0].state_dict())
@@ -217,7 +218,7 @@ def test_norm_that_overflows_though_every_gradient_is_finite_is_said_to(scope):
 # --- states and settings that torch takes ------------------------------------------------------------
 
 
-@pytest.mark.parametrize("path", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+@every_path
 @pytest.mark.parametrize(
     "step", [torch.empty(0), torch.zeros(0, 3), torch.ones(2)], ids=["none", "no row", "two"]
 )

@@ -16,6 +16,7 @@ from torch import nn
 import curvestep as cs
 from curvestep.tensors.kernel import native
 from curvestep.tensors.vectors import global_norm
+from tests.optim.kinds import every_path
 
 MAKE = {
     "plain": partial(cs.ClippedSGD, lr=0.1, max_norm=math.inf),
@@ -67,12 +68,12 @@ def test_parameters_that_share_memory_step_as_with_torch(make, kind, size, threa
 
 
 @pytest.mark.parametrize("make", list(MAKE))
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
-def test_parameter_that_is_expanded_is_refused(make, options):
+@every_path
+def test_parameter_that_is_expanded_is_refused(make, path):
     p = nn.Parameter(torch.ones(3).expand(4, 3))
     p.grad = torch.ones(4, 3)
     with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
-        MAKE[make]([p], **options).step()
+        MAKE[make]([p], **path).step()
 
 
 def test_parameter_given_twice_is_torchs_warning_and_two_updates():
@@ -152,12 +153,12 @@ def test_steps_of_one_optimizer_in_four_threads_end_finite_and_counted():
 
 
 @pytest.mark.parametrize("make", list(MAKE))
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"foreach": False}, {"fused": True}])
+@every_path
 @pytest.mark.parametrize("freed", ["parameter", "gradient", "buffer"])
-def test_storage_resized_to_zero_is_one_line_and_no_signal(make, options, freed):
+def test_storage_resized_to_zero_is_one_line_and_no_signal(make, path, freed):
     p = nn.Parameter(torch.ones(40_000))
     p.grad = torch.ones(40_000)
-    optimizer = MAKE[make]([p], **options)
+    optimizer = MAKE[make]([p], **path)
     optimizer.step()
     buffers = [t for t in optimizer.state[p].values() if t.dim()]
     victim = {"parameter": [p], "gradient": [p.grad], "buffer": buffers}[freed]

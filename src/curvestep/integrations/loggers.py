@@ -15,6 +15,7 @@ from functools import partial
 from statistics import fmean
 from typing import Any
 
+from curvestep.checks import needs_extra
 from curvestep.trace.schema import FIELDS
 
 # Numbers of a row that are shown as they are; spikes are counted and clipped rows averaged.
@@ -124,7 +125,8 @@ def mlflow() -> Logger:
         with mlflow.start_run():
             probe.listen(cs.loggers.mlflow())
     """
-    import mlflow
+    with needs_extra("loggers"):
+        import mlflow
 
     run = mlflow.active_run()
     if run is None:

@@ -259,8 +259,8 @@ def worst_case_complexity(
         \mathcal N(\mathcal A, \mathcal F, \varepsilon)
         = \inf_{\theta} \sup_{x_0, f \in \mathcal F} T_\varepsilon(\mathcal A_\theta[f, x_0], f)
 
-    over the rules and the functions with their starts that are given. It bounds that of a class from
-    neither side: more rules can lower it, more functions raise it (row 32). The paper's class leaves
+    over the rules and the functions with their starts that are given. It bounds the complexity of a class
+    from neither side: more rules can lower it, more functions raise it (row 32). The paper's class leaves
     :math:`f(x_0) - f^*` unbounded, so that it is infinite for every algorithm; here the class carries a
     budget ``gap``.
 

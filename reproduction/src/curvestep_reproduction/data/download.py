@@ -27,7 +27,8 @@ from pathlib import Path, PurePosixPath
 import pooch
 import requests
 
-from curvestep.files import lock, remove_parts, write_atomically
+from curvestep.files import remove_parts, write_atomically
+from curvestep_reproduction.locks import lock
 from curvestep_reproduction.progress import Progress, print_notice
 
 # Seconds to connect and between two pieces. Short: a host that does not answer has a mirror.

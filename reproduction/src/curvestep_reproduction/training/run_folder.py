@@ -16,7 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from curvestep import SmoothnessFit, fit_smoothness
-from curvestep.files import add_checksum, lock, remove_parts
+from curvestep.files import add_checksum, remove_parts
 from curvestep.trace.run import (
     CONFIG,
     ENDED,
@@ -30,6 +30,7 @@ from curvestep.trace.run import (
     read_status,
     write_json,
 )
+from curvestep_reproduction.locks import lock
 from curvestep_reproduction.recipes import Recipe, from_dict, in_words, to_dict
 
 CHECKPOINT = "checkpoint.pt"
