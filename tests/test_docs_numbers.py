@@ -2,10 +2,12 @@
 
 import importlib.util
 import json
+import random
 import re
 from pathlib import Path
 
 import pytest
+from docs import facts
 
 from tests.test_examples import run_script
 
@@ -117,3 +119,42 @@ def test_every_page_with_a_picture_names_a_command_that_makes_it():
     used = " ".join(page.read_text(encoding="utf-8") for page in (*PAGES, *DOCS.glob("results/*.md")))
     for picture in [*DOCS.glob("images/*.*"), *DOCS.glob("results/**/*.png")]:
         assert picture.name in used, f"{picture} is shown nowhere"
+
+
+def test_a_fact_is_one_number_wherever_it_stands():
+    assert facts.problems(facts.texts()) == []
+
+
+def shared_numbers(texts):
+    """Every place of a number that stands on several pages: page, first character, last."""
+    found = set()
+    for fact in facts.FACTS:
+        places = [(page, *match.span(1)) for page, match in fact.places(texts)]
+        found |= set(places if len(places) > 1 else ())
+    blocks = [
+        (page, match.span())
+        for page, text in texts.items()
+        for match in re.finditer(r"(?ms)<!-- max-norm -->.*?<!-- /max-norm -->|^```text\n.*?^```", text)
+        if page in ("README.md", "docs/tutorial.md", "docs/which_clipping.md")
+    ]
+    for page, (start, end) in blocks:
+        numbers = re.finditer(r"(?<![\w.])\d+(?:\.\d+)?", texts[page][start:end])
+        found |= {(page, start + number.start(), start + number.end()) for number in numbers}
+    return sorted(found)
+
+
+def test_thirty_numbers_changed_one_at_a_time_are_all_noticed():
+    everything = facts.texts()
+    holding = {page for fact in facts.FACTS for page, _ in fact.places(everything)}
+    texts = {page: everything[page] for page in (*holding, "docs/which_clipping.md", "docs/tutorial.md")}
+    rng = random.Random(47)
+    places = rng.sample(shared_numbers(texts), 30)
+    assert len({page for page, *_ in places}) > 5
+    for page, start, end in places:
+        text = texts[page]
+        old = text[start:end]
+        new = rng.choice([word for word in facts.WORDS if word != old])
+        if old not in facts.WORDS:
+            new = f"{facts.number(old) + rng.randint(1, 9):g}"
+        changed = {**texts, page: text[:start] + new + text[end:]}
+        assert facts.problems(changed), f"{page}: {old} became {new} unseen"
