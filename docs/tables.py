@@ -108,6 +108,14 @@ def rates_of_readme(results: Path) -> str:
     return caption()
 
 
+def claims_of_readme(results: Path) -> str:
+    """How many claims of the paper are reproduced, as the page of the reproduction counts them."""
+    page = (DOCS / "reproduction.md").read_text(encoding="utf-8")
+    found = re.search(r"<!-- found -->\n(.*?)\n<!-- /found -->", page, re.DOTALL)
+    assert found is not None
+    return f"{found[1]} [Row by row](docs/reproduction.md)."
+
+
 def _example(results: Path, name: str) -> dict[str, Any]:
     return json.loads((results / "choose.json").read_text())[name]
 
@@ -180,7 +188,7 @@ def _blocks_of(name: str) -> dict[str, Callable[[Path], str]]:
 
 
 TABLES: dict[str, dict[str, Callable[[Path], str]]] = {
-    "../README.md": {"max-norm": max_norm_table, "rates": rates_of_readme},
+    "../README.md": {"max-norm": max_norm_table, "rates": rates_of_readme, "claims": claims_of_readme},
     "adamw.md": _blocks_of("adamw"),
     "cnn.md": _blocks_of("cnn"),
     "compare.md": {"step-adamw": adamw_step_table},

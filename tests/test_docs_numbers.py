@@ -101,13 +101,6 @@ def test_the_script_of_the_page_on_trust_still_finds_its_numbers(tmp_path):
     assert found == pytest.approx(numbers, rel=1e-3, abs=1e-9)
 
 
-def test_the_readme_counts_verdicts_as_the_reproduction_does():
-    counts = re.search(r"<!-- found -->\n(.*)\n<!-- /found -->", (DOCS / "reproduction.md").read_text())[1]
-    told = words(ROOT / "README.md").partition("Of its ")[2]
-    numbers = re.findall(r"\d+", counts)
-    assert re.findall(r"\d+", told)[: len(numbers)] == numbers
-
-
 def test_every_page_with_a_picture_names_a_command_that_makes_it():
     for page in PAGES:
         text = page.read_text(encoding="utf-8")

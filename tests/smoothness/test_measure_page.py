@@ -1,11 +1,5 @@
 """Every python block of the page on measuring runs as it stands, one after the other."""
 
-import re
-<<<<<<< HEAD
-import statistics
-=======
-from pathlib import Path
->>>>>>> 085301bc (Put back what 555726ed reverted)
 
 import pytest
 import torch

@@ -4,7 +4,6 @@ import json
 import math
 import re
 from dataclasses import replace
-from functools import partial
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import pytest
 from curvestep.files import dump_row
 from curvestep.trace.run import METRICS
 from curvestep.trace.trace import Trace
-from curvestep_reproduction.claims import judges, theorem_judges
+from curvestep_reproduction.claims import judges
 from curvestep_reproduction.claims.claims import (
     ADDITION,
     IN_PART,
