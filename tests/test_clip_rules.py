@@ -341,7 +341,7 @@ def test_units_clipped_while_they_are_updated_go_as_those_clipped_before(make, d
 
 
 @pytest.mark.parametrize("rule", [ema(1.0, warmup=2), weight_ratio(0.3)], ids=["ema", "weight_ratio"])
-def test_pieces_clipped_in_the_update_are_counted_as_those_clipped_before_it(rule):
+def test_units_clipped_in_the_update_are_counted_as_those_before_it(rule):
     def stats_of(make):
         params = [nn.Parameter(torch.ones(3, 2)), nn.Parameter(torch.ones(4)), nn.Parameter(torch.ones(0, 3))]
         opt = make(params)
@@ -544,7 +544,7 @@ def test_rows_without_weights_are_refused_for_sparse_gradients():
         opt.step()
 
 
-def test_zscore_takes_norms_whose_square_overflows_and_clips_again_after_them():
+def test_zscore_takes_norms_whose_square_overflows_and_clips_again():
     p = nn.Parameter(torch.zeros(1, dtype=torch.float64))
     opt = ClippedSGD([p], lr=1e-200, max_norm=zscore(2.0, decay=0.01, warmup=3), nonfinite="skip")
     coefficients = []

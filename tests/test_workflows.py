@@ -48,7 +48,7 @@ def test_file_follows_its_schema(pattern):
         assert done.returncode == 0, done.stdout
 
 
-def test_every_python_that_the_package_names_is_tested_with_oldest_and_newest_torch():
+def test_every_named_python_is_tested_with_oldest_and_newest_torch():
     named = {name.rpartition(" ")[2] for name in PROJECT["project"]["classifiers"] if "Python :: 3." in name}
     rows = loaded(".github/workflows/tests.yml")["jobs"]["core"]["strategy"]["matrix"]["include"]
     assert {row["python"] for row in rows if "==" in row["set"]} == named

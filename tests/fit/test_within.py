@@ -300,7 +300,7 @@ def test_size_is_unknown_where_the_interval_is_wide():
     assert not Within(level=0.9).size_known
 
 
-def test_rounding_of_single_precision_on_a_constant_hessian_is_no_evidence():
+def test_rounding_in_single_precision_is_no_evidence():
     rng = np.random.default_rng(1)
     for kappa in (1e-4, 1e-3, 1e-2, 0.1):
         # Rounding adds up in a secant: the shorter stretch looks sharper.

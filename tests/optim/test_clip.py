@@ -121,7 +121,7 @@ class Twice(torch.optim.Optimizer):
         return closure()
 
 
-def test_gradients_hidden_from_a_step_are_back_when_its_closure_is_called_again():
+def test_hidden_gradients_are_back_when_the_closure_is_called_again():
     (w,) = parameters((2,))
     opt = cs.clip(Twice([w]), 100.0, nonfinite="skip").optimizer
     bad, good, seen = torch.tensor([math.nan, 4.0]), torch.tensor([3.0, 4.0]), []
@@ -506,7 +506,7 @@ def test_equal_norms_of_gradients_along_one_line_are_nobody_clipping(make):
 
 @every_clipping
 @pytest.mark.parametrize("world", ["host", "on_device"])
-def test_another_clipping_is_noticed_after_norms_that_grew_unless_that_is_turned_off(make, world, request):
+def test_another_clipping_is_noticed_after_rising_norms_unless_turned_off(make, world, request):
     if world != "host":
         request.getfixturevalue(world)
     params = parameters((40,), (5,))

@@ -362,7 +362,7 @@ def test_every_world_gives_the_same_steps(world, make, mode, request, paths):
     assert world != "without_fused" or "fused" not in paths
 
 
-def test_plain_steps_of_large_tensors_stream_unless_the_kernel_has_two_threads(paths, monkeypatch):
+def test_large_tensors_stream_unless_the_kernel_has_two_threads(paths, monkeypatch):
     for size in (update._LARGE, update._LARGE + 1):
         for threads in (1, 2):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)

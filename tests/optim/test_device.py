@@ -108,7 +108,7 @@ def test_steps_are_those_of_the_cpu_and_waits_as_documented(make, options, polic
 
 
 @pytest.mark.parametrize(("make", "options"), CASES)
-def test_a_gradient_that_is_not_finite_changes_nothing_and_is_not_waited_for(make, options, device):
+def test_a_gradient_that_is_not_finite_changes_nothing_without_a_wait(make, options, device):
     (away,), (groups,) = parameters([device])
     optimizer = make(groups, 0.05, 1.0, nonfinite="skip", **options)
     set_gradients(0, away)

@@ -34,7 +34,7 @@ def test_fake_tensors_raise_and_do_not_end_the_process():
             global_norm([torch.ones(70_000)])
 
 
-def test_a_kernel_that_is_first_tried_among_fake_tensors_is_found_all_the_same():
+def test_a_kernel_first_tried_among_fake_tensors_is_found_all_the_same():
     found = native()
     for context in (FakeTensorMode(), torch.device("meta")):
         native.cache_clear()
@@ -193,7 +193,7 @@ def test_step_that_a_checkpoint_pretends_does_not_count(make, steps, world, requ
     assert before["steps"] == steps
 
 
-def test_step_with_zero_gradient_or_zero_lr_alone_counts_and_with_both_later():
+def test_a_step_with_zero_gradient_or_zero_lr_counts_with_both_later():
     p = parameter(3, grad=torch.zeros(3))
     optimizer = ClippedSGD([p], lr=0.1, max_norm=0.5, momentum=0.9)
     optimizer.step()

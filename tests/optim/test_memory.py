@@ -253,7 +253,7 @@ def fork_while_probing(folder):
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-def test_probe_in_a_forked_process_measures_the_same_and_only_one_writes_the_file(tmp_path):
+def test_a_probe_in_a_fork_measures_the_same_and_one_process_writes(tmp_path):
     assert in_a_process(fork_while_probing, tmp_path, start="spawn") == 0
 
 

@@ -220,7 +220,7 @@ def test_picking_runs_and_quantities_changes_the_comparison(chromium, tmp_path):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_on_a_phone_nothing_sticks_out_in_either_scheme_and_no_tick_repeats(chromium, page_of, scheme):
+def test_on_a_phone_nothing_sticks_out_and_no_tick_repeats(chromium, page_of, scheme):
     page, size = page_of("a single run"), {"width": 390, "height": 844}
     opened = Opened(chromium, page, viewport=size, color_scheme=scheme).draw_all()
     assert opened.tab.evaluate("document.documentElement.scrollWidth") == 390

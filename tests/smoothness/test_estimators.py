@@ -168,7 +168,7 @@ def test_spectral_smoothness_equals_the_norm_of_the_dense_hessian(name, exact):
         assert result.eigenvalue < 0
 
 
-def test_spectral_smoothness_that_runs_out_of_products_says_so_and_stays_below():
+def test_spectral_smoothness_out_of_products_says_so_and_stays_below():
     H = torch.diag(torch.linspace(0.9, 1.0, 400))
     result = spectral_smoothness(lambda x: H @ x, torch.ones(400), max_products=5)
     assert not result.converged

@@ -60,7 +60,7 @@ def interrupted_at(count, act):
 
 
 @pytest.mark.parametrize("stride", [29, pytest.param(2, marks=pytest.mark.slow)])
-def test_an_interrupt_before_any_line_of_a_measured_step_leaves_what_training_had(stride):
+def test_an_interrupt_before_any_line_of_a_row_leaves_what_training_had(stride):
     interrupted_at(-1, prepared()[1].step)  # what is done once in a process has lines of its own
     model, optimizer = prepared()
     start = copied(model)
@@ -173,7 +173,7 @@ def test_replays_inside_each_other_are_put_back_after_an_interrupt():
     assert torch.equal(model.weight, before)
 
 
-def test_hooks_that_an_interrupt_leaves_behind_take_no_gradient_of_training(monkeypatch):
+def test_hooks_left_by_an_interrupt_take_no_gradient_of_training(monkeypatch):
     model, x = nn.Linear(2, 1), torch.ones(3, 2)
 
     def interrupt(handle):

@@ -22,7 +22,7 @@ def measured(estimators, layers=False):
     return probe.trace[0], model, z, model.z.detach()
 
 
-def test_each_layer_that_moved_has_the_largest_change_of_its_part_of_the_gradient():
+def test_each_layer_has_the_largest_change_of_its_part_of_the_gradient():
     row, model, z, after = measured((), layers=True)
     change, d = model.H @ (after - z), after - z
     for name, part in (("x", slice(0, 3)), ("y", slice(3, 7))):
@@ -59,7 +59,7 @@ def local_row(dtype, *, lr=1.0, model=None):
     return probe.trace[0]
 
 
-def test_local_in_float32_follows_the_step_where_an_embedding_is_most_of_the_norm():
+def test_local_in_float32_follows_the_step_beside_a_large_embedding():
     single, double = local_row(torch.float32), local_row(torch.float64)
     assert single["local_smoothness"] == pytest.approx(double["local_smoothness"], rel=1e-3)
     assert single["local_converged"]

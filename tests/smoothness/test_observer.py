@@ -71,7 +71,7 @@ def test_clipping_by_a_hook_is_counted_once(first):
     assert probe.trace[1]["grad_norm"] > 1e3
 
 
-def test_coefficient_of_an_optimizer_that_trains_a_part_is_that_of_the_part():
+def test_coefficient_of_an_optimizer_of_a_part_is_that_of_the_part():
     model, x, y = mlp(), *labelled(8)
     optimizer = cs.ClippedSGD(model[2].parameters(), lr=0.1, max_norm=0.01)
     probe = SmoothnessProbe(model, every=1, layers=True)
@@ -290,7 +290,7 @@ def test_what_is_no_number_is_not_averaged():
     assert probe.trace.column("recent_steps").tolist() == [1, 1]
 
 
-def test_batches_of_training_are_not_averaged_beside_the_loss_of_an_oracle():
+def test_training_losses_are_not_averaged_beside_those_of_an_oracle():
     model = Constant()
     opt = torch.optim.SGD(model.parameters(), lr=0.1)
     probe = SmoothnessProbe(model, every=2, oracle=GradientOracle(model, [torch.tensor(5.0)])).watch(opt)

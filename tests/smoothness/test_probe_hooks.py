@@ -110,7 +110,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_watched_runs_are_those_without_and_rows_hold_what_their_steps_did(case):
+def test_watched_runs_are_those_without_and_rows_tell_of_their_steps(case):
     options = CASES[case]
     plain, watched = loop(**options), loop(watched=True, **options)
     assert_same_run(plain, watched)

@@ -22,7 +22,7 @@ def task():
 
 @pytest.mark.parametrize("form", ["record", "block"])
 @pytest.mark.parametrize("step", [0, 1])  # also where nothing is measured
-def test_a_loss_in_place_of_its_function_is_refused_with_the_way_to_write_it(form, step):
+def test_a_loss_in_place_of_its_function_is_refused_with_the_way_out(form, step):
     model, x, y = task()
     probe = SmoothnessProbe(model, every=2)
     probe.step = step
@@ -33,7 +33,7 @@ def test_a_loss_in_place_of_its_function_is_refused_with_the_way_to_write_it(for
 
 
 @pytest.mark.parametrize("form", ["record", "block"])
-def test_a_batch_that_requires_grad_is_no_parameter_and_keeps_its_gradient(form):
+def test_a_batch_that_requires_grad_keeps_its_gradient(form):
     """As for the loss of a physics-informed network, or an adversarial input."""
     torch.manual_seed(0)
     net = mlp(1, 16, 1)
@@ -171,7 +171,7 @@ def test_eval_mode_of_a_model_without_such_layers_is_no_matter():
     assert probe.trace[0]["status"] == "ok"
 
 
-def test_a_forgotten_zero_grad_is_noticed_at_the_second_row_and_in_all_after_it():
+def test_a_forgotten_zero_grad_is_noticed_from_the_second_row_on():
     model, _, _ = task()
     optimizer, probe = measured_sgd(model, every=2)
 
@@ -212,7 +212,7 @@ def run(path, **options):
     return probe
 
 
-def test_a_second_run_of_the_same_script_writes_beside_the_first_and_says_where(tmp_path, capsys):
+def test_a_second_run_of_a_script_writes_beside_the_first_and_says_where(tmp_path, capsys):
     path = tmp_path / "trace.jsonl"
     run(path)
     first = path.read_bytes()

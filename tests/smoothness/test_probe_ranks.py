@@ -138,7 +138,7 @@ def full_memory_on_rank_one(rank):
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:A smoothness measurement failed")
-def test_a_rank_that_cannot_keep_the_start_does_not_leave_the_other_waiting():
+def test_a_rank_that_cannot_keep_the_start_leaves_no_other_waiting():
     (one, weights), (other, same) = run_on_processes(full_memory_on_rank_one)
     assert one[:2] + one[3:] == other[:2] + other[3:] == ["ok"] * 3
     assert one[2] == "failed: another rank could not measure the start of the step"

@@ -128,7 +128,7 @@ def test_accumulated_micro_batches_with_dropout_replay_exactly():
     assert probe.trace.column("batch_size").tolist() == [12, 12, 12]
 
 
-def test_closure_in_the_style_of_torchs_optimizers_is_measured_like_any_other():
+def test_a_closure_in_torchs_style_is_measured_like_any_other():
     def smoothness(style):
         torch.manual_seed(0)
         model, loss_fn = classifier(dropout=0.5)
@@ -151,7 +151,7 @@ def test_closure_in_the_style_of_torchs_optimizers_is_measured_like_any_other():
     assert smoothness("torch") == smoothness("plain")
 
 
-def test_tied_frozen_unused_and_sparse_parameters_are_measured_like_dense_ones():
+def test_tied_frozen_unused_and_sparse_ones_are_measured_like_dense_ones():
     def smoothness(sparse):
         torch.manual_seed(0)
         model = Mixed()

@@ -27,7 +27,7 @@ def test_interval_alone_is_kept_whatever_rows_cost():
     assert measured(Schedule(every=7), steps=50, cost=lambda row: 100) == list(range(0, 50, 7))
 
 
-def test_default_measures_ten_rows_soon_and_then_at_one_gradient_in_twenty():
+def test_default_measures_ten_rows_soon_then_one_gradient_in_twenty():
     rows = measured(Schedule(), steps=2000)
     assert rows[:10] == list(range(0, 50, 5))
     assert {b - a for a, b in itertools.pairwise(rows[9:])} == {60}

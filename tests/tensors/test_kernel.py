@@ -171,7 +171,7 @@ def test_one_large_entry_among_tiny_ones_and_the_other_way_round():
 
 
 @needs_kernel
-def test_squares_that_vanish_do_not_matter_to_the_least_norm_that_is_taken():
+def test_squares_that_vanish_do_not_matter_to_the_least_norm_taken():
     t = torch.full((300_000,), 3e-20, dtype=torch.float32)  # of which the squares have no full precision
     t[::1000] = 1e-13
     assert math.sqrt(sum_of_squares([t])) == pytest.approx(reference_norm([t]), rel=1e-6)

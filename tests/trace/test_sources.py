@@ -23,7 +23,7 @@ def write_run(folder, *, traced=True):
     return folder
 
 
-def test_runs_and_traces_of_a_folder_are_found_in_the_order_of_their_numbers(tmp_path):
+def test_runs_and_traces_are_found_in_the_order_of_their_numbers(tmp_path):
     for name in ("run10", "run2"):
         write_run(tmp_path / name)
     write_trace(tmp_path / "alone.jsonl")

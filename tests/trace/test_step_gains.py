@@ -79,7 +79,7 @@ def test_without_interactions_all_of_the_penalty_is_within_layers():
     assert "Within layers lie 100% of the penalty" in str(gains)
 
 
-def test_measuring_within_layers_leaves_the_run_and_its_other_columns_as_they_were():
+def test_measuring_within_layers_leaves_the_run_and_other_columns():
     rows = []
     for estimators in ((), ("layer_curvature",)):
         torch.manual_seed(0)
@@ -153,7 +153,7 @@ def test_gains_name_the_layers_of_the_largest_penalty_first():
     assert len(lines) == 7  # the last counts the others
 
 
-def test_rows_without_the_end_of_the_step_or_the_loss_at_its_start_are_told_apart():
+def test_rows_without_an_end_or_a_loss_at_the_start_are_told_apart():
     trace = cs.Trace()
     trace.append({"step": 0, "grad_norm": 1.0, "step_norm": 0.5, "cosine": 1.0})
     with pytest.raises(ValueError, match=r"1\.0 among the `fractions`"):

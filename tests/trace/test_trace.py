@@ -103,7 +103,7 @@ def test_header_says_schema_versions_and_what_was_measured(tmp_path):
     assert Trace.load(tmp_path / "t.jsonl").header == header
 
 
-def test_rows_under_the_keys_of_before_are_read_and_resumed_under_those_of_today(path):
+def test_rows_under_earlier_keys_are_read_and_resumed_under_todays(path):
     with Trace(path) as trace:
         trace.append({"step": 0, "edge": 0.5, "loss": 2.0})
         trace.append({"step": 1, "edge": "mine", "stability_margin": 0.75})  # then it is the caller's own

@@ -6,6 +6,6 @@ from curvestep_reproduction.claims.errata import ERRATA
 
 
 @pytest.mark.parametrize("erratum", ERRATA, ids=lambda erratum: erratum.name)
-def test_the_counterexample_contradicts_the_paper_and_the_correction_holds(erratum):
+def test_a_counterexample_contradicts_the_paper_and_a_correction_holds(erratum):
     assert erratum.counterexample().holds
     assert erratum.certificate().holds

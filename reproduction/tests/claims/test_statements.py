@@ -146,7 +146,7 @@ def test_much_weaker_is_at_most_half(tmp_path, small, verdict):
     assert found.sentence.startswith("The correlation of logs is ")
 
 
-def test_correlations_by_single_fractions_stand_beside_that_of_the_largest(tmp_path):
+def test_correlations_by_fraction_stand_beside_that_of_the_largest(tmp_path):
     plan = planned("fig2", BY_HAND)
     results = results_with(tmp_path, plan, lambda *_: 1.0, noise=0.0)
     numbers = judges.follows(results, setting=BY_HAND).numbers
@@ -221,7 +221,7 @@ def test_verdicts_on_training_follow_the_losses(tmp_path):
     assert verdict_of(judges.best_validation(results)) == REPRODUCED
 
 
-def test_a_larger_lr_is_not_allowed_where_no_run_diverges_without_clipping(tmp_path):
+def test_no_larger_lr_is_allowed_where_no_run_diverges_unclipped(tmp_path):
     plan = curves_plan()
     fake_runs(plan, tmp_path, loss_of=lambda setting, seed: np.linspace(9, 5, 100))
     assert judges.allows_large_lr(Results(plan, tmp_path)).verdict == NOT_REPRODUCED

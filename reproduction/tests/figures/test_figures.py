@@ -80,7 +80,7 @@ def draw(*panels, runs=(), title="Figure 1: a wall"):
 # Scatter
 
 
-def test_panel_shows_the_measured_points_coloured_by_iteration_on_log_axes(wall):
+def test_a_panel_shows_the_points_coloured_by_iteration_on_log_axes(wall):
     figure = draw(scatter_panel([wall], letter="a"), runs=[wall])
     panel, bar = figure.axes
     trace = Trace.load(wall.trace_path)
@@ -200,7 +200,7 @@ def test_training_loss_is_a_running_mean_of_the_steps_so_far(settings):
     np.testing.assert_allclose(curve.values[0], expected)
 
 
-def test_a_seed_with_its_end_alone_is_a_mark_beside_the_line_of_the_others(tmp_path):
+def test_a_seed_with_its_end_alone_is_a_mark_beside_the_others(tmp_path):
     part = {"valid": "valid-part", "eval_part": 0.2}
     runs = [write_run(tmp_path / "0", seed=0, held_out=60)]
     runs += [write_run(tmp_path / str(n), seed=n, **part) for n in (1, 2)]

@@ -137,7 +137,7 @@ def test_figures_show_the_settings_that_are_there_with_the_papers_letters(kept, 
 
 
 @pytest.mark.parametrize("harm", ["cut", "emptied", "missing", "rows lost"])
-def test_a_kept_run_that_is_missing_or_damaged_is_named_and_the_rest_drawn(kept, tmp_path, harm):
+def test_a_missing_or_damaged_kept_run_is_named_and_the_rest_drawn(kept, tmp_path, harm):
     archive = kept / "epoch" / "lm-lr2-seed1.tar.xz"
     if harm == "cut":
         archive.write_bytes(archive.read_bytes()[:-200])

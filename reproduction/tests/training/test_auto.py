@@ -97,14 +97,14 @@ def test_resumed_run_keeps_its_numbers_without_a_gradient(tmp_path, monkeypatch)
     assert calibrate_run(small(steps=3), folder, resume=True, offline=True) == (recipe, cal)
 
 
-def test_folder_without_a_calibration_has_none_and_a_foreign_file_is_refused(tmp_path):
+def test_a_folder_may_lack_a_calibration_and_a_foreign_one_is_refused(tmp_path):
     assert read_calibration(tmp_path) is None
     (tmp_path / CALIBRATION).write_text("{}")
     with pytest.raises(ValueError, match=r"calibration\.json is not a calibration of this version"):
         read_calibration(tmp_path)
 
 
-def test_calibration_of_an_older_version_has_its_trials_under_another_name(tmp_path, measured):
+def test_an_older_calibration_has_its_trials_under_another_name(tmp_path, measured):
     _, cal = measured
     path = write_calibration(tmp_path, cal)
     path.write_text(path.read_text().replace('"trials"', '"arms"'))

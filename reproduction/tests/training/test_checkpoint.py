@@ -70,7 +70,7 @@ OF_ANOTHER_KIND = [{"step": "many"}, {"model": None}, {"lengths": [1, 2]}, {"pro
         *({k: v for k, v in state_of().items() if k != name} for name in state_of()),
     ],
 )
-def test_a_field_that_is_missing_or_of_another_kind_is_refused_in_one_line(tmp_path, state):
+def test_a_missing_field_or_one_of_another_kind_is_refused_in_one_line(tmp_path, state):
     save_checkpoint(tmp_path / "checkpoint.pt", state)
     with pytest.raises(ValueError, match=r"checkpoint.pt is corrupt or is no checkpoint. Delete it"):
         load_checkpoint(tmp_path / "checkpoint.pt")

@@ -28,7 +28,7 @@ def test_gradient_and_curvature_are_derivatives_on_every_piece():
     assert smooth.mean() > 0.999  # f'' jumps at five points
 
 
-def test_value_and_gradient_are_continuous_and_the_minimum_is_attained_twice():
+def test_value_and_gradient_are_continuous_with_two_minima():
     well = OvershootWell(**WELL)
     joints = np.array([0.0, well.jump / 2, well.jump, well.end])
     for method in (well.value, well.gradient):

@@ -28,7 +28,7 @@ def test_theorem7_numbers():
 
 
 @given(L0=positive, L1=positive, tau=positive, gap=positive, eps=positive)
-def test_theorem7_sharp_is_never_above_corrected_nor_above_its_simple_form(L0, L1, tau, gap, eps):
+def test_theorem7_sharp_is_below_corrected_and_its_simple_form(L0, L1, tau, gap, eps):
     numbers = dict(L0=L0, L1=L1, gap=gap, eps=eps, tau=tau)
     sharp = theorem7(**numbers, version="sharp").bound
     assert sharp <= theorem7(**numbers).bound * (1 + 1e-9)
