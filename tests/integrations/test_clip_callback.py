@@ -255,6 +255,26 @@ def test_a_hugging_face_run_is_the_run_without(mode, tmp_path):
 
 
 @needs_transformers
+@pytest.mark.parametrize(
+    ("options", "steps"),
+    [
+        ({"logging_strategy": "epoch", "max_steps": 24}, [12, 24]),
+        ({"logging_strategy": "no"}, []),
+        ({"logging_steps": 3, "logging_first_step": True}, [1, 3, 6]),
+    ],
+)
+def test_numbers_come_whenever_the_trainer_logs(options, steps, tmp_path):
+    from curvestep.integrations.transformers import ClipCallback
+    from tests.integrations.test_transformers import trainer_of
+
+    listener = listening()
+    trainer = trainer_of(tmp_path, callbacks=[ClipCallback(layers=0), listener], **options)
+    trainer.train()
+    assert [step for step, _ in listener.rows] == steps
+    assert {entry["step"] for entry in trainer.state.log_history if "loss" in entry} == set(steps)
+
+
+@needs_transformers
 def test_hugging_face_clipping_twice_is_named(tmp_path):
     from curvestep.integrations.transformers import ClipCallback
     from tests.integrations.test_transformers import trainer_of

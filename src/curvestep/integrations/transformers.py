@@ -200,6 +200,8 @@ class ClipCallback(ClipReport, TrainerCallback):
             if numbers:
                 _to_callbacks(self._trainer, numbers)
 
+    on_epoch_end = on_step_end  # with ``logging_strategy="epoch"`` the Trainer writes there
+
     def on_train_end(self, *_: object, **__: object) -> None:
         """Take the hooks away."""
         self._detach()
@@ -404,7 +406,7 @@ def _calling_trainer() -> Trainer:
         if isinstance(caller, Trainer):
             return caller
         frame = frame.f_back
-    raise RuntimeError("SmoothnessCallback is for the `callbacks` of a transformers Trainer.")
+    raise RuntimeError("This callback is for the `callbacks` of a transformers Trainer.")
 
 
 @contextmanager
