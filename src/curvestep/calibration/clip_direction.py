@@ -43,13 +43,14 @@ class ClippingBias:
 
     Args:
         max_norm: The threshold.
-        angle: Between the two, in degrees, with its ``angle_interval``; NaN where noise hides it.
-        length: Of the mean clipped gradient, in units of the mean gradient, with its ``length_interval``.
-        clipped_fraction: Of the batches, those whose gradient was longer than the threshold.
-        grad_norm: Of the mean gradient; NaN where noise hides it.
-        noise: Root mean square distance of a batch's gradient from the mean one.
-        floor: The gradient norm at which clipped SGD may stay for ever in the worst case known.
-        num_batches: Batches that were looked at, each twice.
+        angle: Angle between the two, in degrees, with its ``angle_interval``; NaN where noise hides it.
+        length: Length of the mean clipped gradient over that of the mean gradient, with its
+            ``length_interval``; NaN where noise hides it.
+        clipped_fraction: Share of the batches whose gradient is longer than the threshold.
+        grad_norm: Norm of the mean gradient; NaN where noise hides it.
+        noise: Root mean square distance of a batch's gradient from the mean gradient.
+        floor: Gradient norm at which clipped SGD may stop making progress, in the worst case known.
+        num_batches: How many batches were read; each is run backward twice.
     """
 
     max_norm: float

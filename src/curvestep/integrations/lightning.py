@@ -76,9 +76,7 @@ class SmoothnessCallback(StepMeasurement, Callback):
                 "SmoothnessCallback measures manual optimization in one process only: a loss computed "
                 "again is not averaged over ranks. Use automatic optimization."
             )
-        if trainer.gradient_clip_val:
-            setting = f"Trainer(gradient_clip_val={trainer.gradient_clip_val:g})"
-            warn_if_clipped_twice(optimizer, setting, "Leave gradient_clip_val out.")
+        _warn_if_clipped_twice(trainer)
         scaler = getattr(strategy.precision_plugin, "scaler", None)
         step = trainer.global_step
         before = self.probe
@@ -169,17 +167,13 @@ class ClipCallback(ClipReport, Callback):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Look at the optimizers' steps; warn where the Trainer clips before an optimizer that clips too."""
-        optimizers = [o for o in trainer.optimizers if type(o).__name__ != "_MockOptimizer"]
-        self._watch(pl_module, optimizers, looks_in_step=False)
+        self._watch(pl_module, _optimizers_of(trainer), looks_in_step=False)
         is_own = is_overridden("configure_gradient_clipping", pl_module)
         is_by_value = bool(trainer.gradient_clip_val) and trainer.gradient_clip_algorithm == "value"
         for watched in self._watched:
             watched.measures_clipping = is_own or is_by_value
         self._last_step = trainer.global_step
-        if trainer.gradient_clip_val:
-            setting = f"Trainer(gradient_clip_val={trainer.gradient_clip_val:g})"
-            for optimizer in optimizers:
-                warn_if_clipped_twice(optimizer, setting, "Leave gradient_clip_val out.")
+        _warn_if_clipped_twice(trainer)
 
     def on_before_optimizer_step(
         self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
@@ -372,9 +366,20 @@ def _calibration(
         )
 
 
+def _warn_if_clipped_twice(trainer: Trainer) -> None:
+    if trainer.gradient_clip_val:
+        setting = f"Trainer(gradient_clip_val={trainer.gradient_clip_val:g})"
+        for optimizer in _optimizers_of(trainer):
+            warn_if_clipped_twice(optimizer, setting, "Leave gradient_clip_val out.")
+
+
+def _optimizers_of(trainer: Trainer) -> list[Optimizer]:
+    """The optimizers, without the stand-in that Lightning has where configure_optimizers returned None."""
+    return [one for one in trainer.optimizers if type(one).__name__ != "_MockOptimizer"]
+
+
 def _only_optimizer(trainer: Trainer, who: str) -> Optimizer:
-    # Lightning puts a stand-in where configure_optimizers returned None.
-    optimizers = [o for o in trainer.optimizers if type(o).__name__ != "_MockOptimizer"]
+    optimizers = _optimizers_of(trainer)
     if len(optimizers) != 1:
         raise ValueError(
             f"{who} needs one optimizer, and configure_optimizers gave {len(optimizers)}. For "

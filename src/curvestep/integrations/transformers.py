@@ -87,9 +87,8 @@ class SmoothnessCallback(StepMeasurement, TrainerCallback):
         self._close()
         self.probe = None
         optimizer = kwargs.get("optimizer")
-        if args.max_grad_norm and optimizer is not None:
-            setting = f"TrainingArguments(max_grad_norm={args.max_grad_norm:g})"
-            warn_if_clipped_twice(check_optimizer(optimizer), setting, "Set max_grad_norm=0.")
+        if optimizer is not None:
+            _warn_if_clipped_twice(args, check_optimizer(optimizer))
 
     def on_optimizer_step(self, *_: object, **__: object) -> None:
         """End a step that the optimizer did not take."""
@@ -175,9 +174,7 @@ class ClipCallback(ClipReport, TrainerCallback):
         assert trainer.model is not None
         optimizer = check_optimizer(kwargs["optimizer"])
         self._watch(trainer.model, [optimizer])
-        if args.max_grad_norm:
-            setting = f"TrainingArguments(max_grad_norm={args.max_grad_norm:g})"
-            warn_if_clipped_twice(optimizer, setting, "Set max_grad_norm=0.")
+        _warn_if_clipped_twice(args, optimizer)
         # No event comes between the gradients and their clipping, so the function that clips is listened to.
         own = vars(trainer.accelerator)
         clip = trainer.accelerator.clip_grad_norm_
@@ -211,6 +208,12 @@ class ClipCallback(ClipReport, TrainerCallback):
         if self._undo is not None:
             self._undo()
             self._undo = None
+
+
+def _warn_if_clipped_twice(args: TrainingArguments, optimizer: Optimizer) -> None:
+    if args.max_grad_norm:
+        setting = f"TrainingArguments(max_grad_norm={args.max_grad_norm:g})"
+        warn_if_clipped_twice(optimizer, setting, "Set max_grad_norm=0.")
 
 
 def _to_callbacks(trainer: Trainer, numbers: dict[str, float]) -> None:
