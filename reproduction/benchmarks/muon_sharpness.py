@@ -155,7 +155,7 @@ def matched_ratio(adamw, muon):
         for rows in both:
             inside = [row["sharpness"] for row in rows if begin <= row["loss"] <= end]
             medians.append(statistics.median(inside) if inside else math.nan)
-        if min(medians) > 0:  # not if one is NaN
+        if all(median > 0 for median in medians):
             logs.append(math.log(medians[1] / medians[0]))
     return (math.exp(statistics.fmean(logs)), len(logs)) if logs else (math.nan, 0)
 
@@ -198,12 +198,18 @@ def tables(rows):
         ratios = ", ".join(f"{ratio:.2f}" for ratio, _ in pairs)
         parts = ", ".join(str(count) for _, count in pairs)
         lines.append(f"| {name} | {ratios} | {parts} | {verdict([ratio for ratio, _ in pairs])} |")
-    lines += ["", "| task | optimizer | median sharpness | last loss | penalty over gain | within layers |"]
-    lines.append("| --- | --- | --- | --- | --- | --- |")
+    numbers = {
+        "sharpness": median_sharpness,
+        "length of a step": median_length,
+        "last loss": last_loss,
+        "penalty over gain": of_gain,
+        "within layers": within,
+    }
+    lines += ["", f"| task | optimizer | {' | '.join(numbers)} |", "| --- " * (2 + len(numbers)) + "|"]
     for name in TASKS:
         for kind in ("AdamW", "Muon"):
             runs = [of_run[name, kind, seed] for seed in SEEDS]
-            cells = [spread(runs, number) for number in (median_sharpness, last_loss, of_gain, within)]
+            cells = [spread(runs, number) for number in numbers.values()]
             lines.append(f"| {name} | {kind} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -215,6 +221,11 @@ def spread(runs, number):
 
 def median_sharpness(rows):
     return statistics.median(row["sharpness"] for row in rows if row["step"] >= WARMUP)
+
+
+def median_length(rows):
+    lengths = (math.sqrt(2 * row["penalty"] / row["sharpness"]) for row in rows if row["step"] >= WARMUP)
+    return statistics.median(lengths)
 
 
 def last_loss(rows):

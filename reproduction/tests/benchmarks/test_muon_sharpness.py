@@ -1,11 +1,14 @@
 """The comparison of Muon's and AdamW's directional sharpness at equal loss."""
 
 import math
+from pathlib import Path
 
 import pytest
 import torch
 
 from reproduction.benchmarks import muon_sharpness as muon
+
+ROOT = Path(__file__).parents[3]
 
 
 def rows(factor, losses=(3.0, 2.5, 2.0, 1.5, 1.2, 1.0), *, first_step=muon.WARMUP):
@@ -27,6 +30,9 @@ def test_the_ratio_is_that_at_equal_loss_whenever_it_is_reached():
 def test_rows_of_the_warm_up_and_losses_that_one_never_meets_do_not_count():
     early = rows(100.0, [1.1, 2.9], first_step=0)
     assert muon.matched_ratio(early + rows(4.0), rows(1.0))[0] == pytest.approx(0.25)
+    few = rows(1.0, (3.0, 1.0))  # between these it has no row
+    for one, other in ((few, rows(1.0)), (rows(1.0), few)):
+        assert muon.matched_ratio(one, other) == (pytest.approx(1.0, rel=0.15), 2)
     assert math.isnan(muon.matched_ratio(rows(1.0, (3.0, 2.0)), rows(1.0, (1.5, 1.0)))[0])
 
 
@@ -47,6 +53,12 @@ def test_a_part_whose_median_is_not_positive_is_left_out():
 )
 def test_a_verdict_needs_all_seeds_beyond_the_margin(ratios, word):
     assert muon.verdict(ratios) == word
+
+
+def test_the_page_has_the_tables_of_the_rows():
+    page = (ROOT / "docs" / "results" / "muon.md").read_text(encoding="utf-8")
+    for table in muon.tables(muon.kept(ROOT / muon.FILE)).split("\n\n"):
+        assert table in page
 
 
 @pytest.mark.slow
