@@ -158,9 +158,9 @@ def load_row(line: bytes) -> tuple[Row, bool]:
     return row, summed
 
 
-def read_rows(file: BinaryIO, path: Path, *, first_line: int = 1, skip_damaged: bool = True) -> Iterator[Row]:
+def read_rows(file: BinaryIO, path: Path, *, skip_damaged: bool = True) -> Iterator[Row]:
     """The rows from here to the end of ``file``, as :func:`read_lines` finds them."""
-    for _, row in read_lines(file, path, first_line=first_line, skip_damaged=skip_damaged):
+    for _, row in read_lines(file, path, skip_damaged=skip_damaged):
         yield row
 
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given, strategies as st
 
 from curvestep.tensors import kernel
-from curvestep.tensors.vectors import PIECE, difference, distance, dot, dot_of_changes, global_norm, host_norm
+from curvestep.tensors.vectors import PIECE, difference, distance, dot, dot_of_changes, global_norm
 from tests.reference import reference_norm
 
 
@@ -76,7 +76,6 @@ def test_nonfinite_entries_show_in_the_norm(entry, expected):
 
 def test_nothing_and_zeros_have_norm_zero():
     assert float(global_norm([])) == 0.0
-    assert host_norm([]) == 0.0
     assert float(global_norm([torch.zeros(5), torch.empty(0)])) == 0.0
 
 

@@ -57,7 +57,7 @@ def advise(parser: Parser, args: list[str]) -> int:
     else:
         listed = [{"task": task, "advice": advice} for task, advice in advices.items()]
         say(dump_json({"tasks": listed}, indent=2))
-    return _code(failed=any(advice.action == CANNOT_TELL for advice in advices.values()))
+    return FAILED if any(advice.action == CANNOT_TELL for advice in advices.values()) else OK
 
 
 def fit(parser: Parser, args: list[str]) -> int:
@@ -79,10 +79,6 @@ def fit(parser: Parser, args: list[str]) -> int:
         words = _fit_words(trace)
         say(f"{trace.path}\n{words}" if len(traces) > 1 else words)
     return OK
-
-
-def _code(*, failed: bool) -> int:
-    return FAILED if failed else OK
 
 
 def _advice_of(

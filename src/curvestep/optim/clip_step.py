@@ -30,7 +30,7 @@ from curvestep.optim.update import (
     clip_rule_of,
     with_momentum,
 )
-from curvestep.tensors.vectors import host_norm, is_readable, read
+from curvestep.tensors.vectors import global_norm, is_readable, read
 
 if TYPE_CHECKING:
     from curvestep.clip_rules import ClipRule, Saved
@@ -437,11 +437,11 @@ def host_norms(groups: Sequence[ClipGroup], norm_scope: str) -> list[float]:
         return measure_units(groups)[0]
     if norm_scope == "global" and len(groups) > 1:
         together = [grad for group in groups for grad in group.grads]
-        return [host_norm(together)] * len(groups)
+        return [global_norm(together).item()] * len(groups)
     norms: list[float] = []
     for group in groups:
         norm = None if group.view is None else group.view.kernel.norm(group.view)
-        norms.append(host_norm(group.grads) if norm is None else norm)
+        norms.append(global_norm(group.grads).item() if norm is None else norm)
     return norms
 
 

@@ -109,28 +109,15 @@ class NotebookFigure(Figure):
         return packed.getvalue()
 
 
-def figure_of(
-    charts: Sequence[Chart],
-    *,
-    title: str = "",
-    note: str = "",
-    columns: int = 2,
-    words: bool = False,
-    size: tuple[float, float] = (5.0, 3.4),
-) -> Figure:
-    """Charts, at least one, side by side: a title above, a note in small print below, ``size`` in inches."""
-    columns = min(columns, len(charts))
+def figure_of(charts: Sequence[Chart], *, title: str = "", note: str = "") -> Figure:
+    """Charts, at least one, two in a row: a title above, a note in small print below."""
+    columns = min(2, len(charts))
     with styled():
-        figure, axes = panels(-(-len(charts) // columns), columns, width=size[0], height=size[1])
+        figure, axes = panels(-(-len(charts) // columns), columns, width=5.0, height=3.4)
         for panel in axes[len(charts) :]:
             panel.remove()
-        axes = axes[: len(charts)]
-        for panel, chart in zip(axes, charts, strict=True):
+        for panel, chart in zip(axes, charts, strict=False):
             draw(panel, chart)
-            if words:
-                # Part of the label, so that the layout leaves room for it.
-                label = f"{chart.x.label}\n\n{chart.words}".rstrip()
-                panel.set_xlabel(_literal(label), fontsize=8)
         if title:
             figure.suptitle(_literal(title), fontsize=11, fontweight="bold")
         if note:

@@ -91,13 +91,6 @@ def joint(norms: list[Tensor]) -> Tensor:
     return norms[0] if len(norms) == 1 else torch.linalg.vector_norm(torch.stack(on_one_device(norms)))
 
 
-def host_norm(tensors: list[Tensor], view: View | None = None) -> float:
-    """:func:`global_norm` of tensors in the host's memory; ``view`` is where they lie, if known."""
-    if view is None:
-        return global_norm(tensors).item()
-    return cpu_norm(tensors, view)
-
-
 def _host_scalar(number: float) -> Tensor:
     return torch.tensor(number, dtype=torch.float64, device="cpu")
 

@@ -338,13 +338,9 @@ def _open_free_file(path: Path) -> RowFile:
         candidate = path.with_name(f"{path.stem}-{number}{path.suffix}")
 
 
-def _is_empty(path: Path) -> bool:
-    return not path.exists() or path.stat().st_size == 0
-
-
 def _holds_rows(path: Path) -> bool:
     """Whether a trace has more than a header; a file that is no trace is not touched."""
-    if _is_empty(path):
+    if not path.exists() or path.stat().st_size == 0:
         return False
     with path.open("rb") as file:
         _read_header(file.readline(), path)
