@@ -12,15 +12,9 @@ import curvestep
 from curvestep.cli import OF_REPRODUCTION, main
 from curvestep.cli.commands import COMMANDS
 from tests.report.pages import make_run
+from tests.support.commands import check_mistake, run
 
 ROOT = Path(__file__).parents[2]
-
-
-def run(capsys, *args):
-    """Exit code, standard output and standard error of one command."""
-    code = main(args)
-    said = capsys.readouterr()
-    return code, said.out, said.err
 
 
 def test_version_is_the_package_version(capsys):
@@ -46,12 +40,7 @@ WRONG = {
 
 @pytest.mark.parametrize("line", WRONG)
 def test_a_wrong_command_line_gets_one_helpful_line_and_code_2(capsys, line):
-    code, out, err = run(capsys, *line.split())
-    assert (code, out, err.count("\n")) == (2, "", 1)
-    assert WRONG[line].lower() in err.lower()
-    assert ": argument " not in err  # argparse's own words
-    assert err.startswith("curvestep")
-    assert len(err.partition("Options:")[0]) < 300  # the list of valid ones is as long as it is
+    check_mistake(capsys, line, WRONG[line])
 
 
 def test_control_characters_of_a_wrong_name_do_not_reach_the_terminal(capsys):

@@ -1,7 +1,6 @@
 """The library's commands: advise, fit and report, their results and their one-line errors."""
 
 import json
-import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -13,8 +12,8 @@ from curvestep.advice.advice import advise
 from curvestep.cli.commands import COMMANDS
 from curvestep.fit.fit import fit_smoothness
 from curvestep.trace.trace import Trace
-from tests.cli.test_cli import run
 from tests.report.pages import make_run
+from tests.support.commands import check_help, run
 
 needs_report = pytest.mark.skipif(
     not all(find_spec(name) for name in ("plotly", "PIL")), reason="needs the extra `report`"
@@ -23,20 +22,7 @@ needs_report = pytest.mark.skipif(
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_help_fits_a_terminal_and_gives_every_default(capsys, command):
-    code, out, _ = run(capsys, *command.split(), "--help")
-    assert code == 0
-    assert max(map(len, out.splitlines())) <= 80
-    assert f"Example: curvestep {command}" in out
-    words = COMMANDS[command.split()[0]].words
-    assert f"\n{words[0].upper()}{words[1:]}.\n" in out
-    options = re.split(r"\n *(?=--[a-z])", out)[1:]
-    assert options
-    for option in options:
-        words = " ".join(option.split())
-        assert re.search(r"\(default: .*\)", words), option
-        # Besides its name, its choices and its default, every option says in words what it is.
-        said = re.sub(r"\{.*?\}|--[a-z-]+|\(default.*", "", words)
-        assert len(re.findall(r"[a-z]{2,}", said)) >= 2, option
+    check_help(capsys, command, COMMANDS[command])
 
 
 TRACE_ROW = {"step": 1, "loss": 1.0, "grad_norm": 1.0, "smoothness": 2.0, "step_norm": 0.1, "lr": 0.1}
