@@ -159,7 +159,8 @@ def calibrated(recipe: Recipe, job: dict[str, Any], model: nn.Module, shape: lis
     )  # fmt: skip
     found.apply(*optimizers)
     trials = [[trial.lr, trial.num_steps, trial.gain, trial.error] for trial in found.trials]
-    numbers = {"lr": found.lr, "max_norm": found.max_norm, "confidence": found.confidence, "trials": trials,
+    max_norm = found.max_norm if math.isfinite(found.max_norm) else None
+    numbers = {"lr": found.lr, "max_norm": max_norm, "confidence": found.confidence, "trials": trials,
                "seconds": found.seconds, "warnings": [note.kind for note in found.warnings]}  # fmt: skip
     return Prepared(optimizers, shape, found.num_gradients, numbers)
 

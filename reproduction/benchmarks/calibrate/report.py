@@ -18,13 +18,9 @@ from statistics import mean, median
 from reproduction.benchmarks.calibrate.judged import JUDGED
 from reproduction.benchmarks.calibrate.judged_sgd import JUDGED_SGD
 from reproduction.benchmarks.calibrate.ladder_report import ladder
-from reproduction.benchmarks.calibrate.methods import BUDGETS, RIVALS, SCHEDULE, SGD_FIXED
+from reproduction.benchmarks.calibrate.methods import BUDGETS, RIVALS, SGD_FIXED
 from reproduction.benchmarks.calibrate.run import Job, loss_of, read
 from reproduction.benchmarks.calibrate.tasks import DEVELOPMENT, FEW_PEAKS, is_alive
-
-from curvestep.calibration import pilots
-from curvestep.calibration.calibration_words import confidence as confidence_of, of_trials
-from curvestep.optimizer_family import Family
 
 WITHIN = 0.05  # regret that counts as found
 
@@ -121,20 +117,9 @@ def _share(regrets: list[float]) -> float:
     return mean(regret <= WITHIN for regret in regrets)
 
 
-FAMILIES = {"adamw": Family.ADAM, "momentum": Family.MOMENTUM, "plain": Family.SGD, "clipped": Family.SGD}
-
-
 def said(row: Job) -> str:
-    """The confidence of an answer by today's gauge, from its trials."""
-    names = ("lr", "num_steps", "gain", "error")
-    trials = pilots.longest(
-        [pilots.Trial(**dict(zip(names, trial, strict=True))) for trial in row["found"]["trials"]]
-    )
-    schedule = SCHEDULE[row["kind"]]
-    _, doubts = pilots.read(
-        trials, schedule, scale=row["found"]["lr"]
-    )  # no answer of a constant rate is sure
-    return confidence_of(FAMILIES[row["kind"]], schedule, of_trials(doubts, trials))
+    """The confidence of an answer, in the words of the rule that gave it."""
+    return row["found"]["confidence"]
 
 
 def confidence(rows: list[Job], tasks: list[str]) -> list[str]:

@@ -3,11 +3,11 @@
     python -m reproduction.benchmarks.calibrate.run --rows FOLDER [--tasks ...]
         --part develop | judge | judge-sgd | judge-ladder | judge-long | smoke
 
-``develop`` never opens a judged task; ``judge`` refuses to run with other constants than the frozen ones, and
-so does ``judge-sgd``, the tasks of SGD's second rule. ``judge-ladder`` and ``judge-long`` compare with the
-constants in ``ladder.json``. The first runs the grid, calibrate by default and with each budget, random
-search with as many gradients, and the rivals of the kind; the second runs calibrate's rate, half, twice and
-four times it, on tasks of 5,000 steps and one seed.
+``develop`` never opens a judged task; the other parts refuse to run with other constants than the frozen ones
+in ``ladder.json``. The tasks of ``judge`` and ``judge-sgd`` judged earlier rules, and are development for the
+ladder. ``judge-ladder`` runs the grid, calibrate by default and with each budget, random search with as many
+gradients, and the rivals of the kind; ``judge-long`` runs calibrate's rate, half, twice and four times it, on
+tasks of 5,000 steps and one seed.
 
 ``--methods "budget 80" "budget 160" "budget 320"`` asks AdamW's calibrate so, on tasks that are open already:
 a table follows from it, no rule. The order is: for each task, grid and calibrate on the first seed, then both
@@ -62,7 +62,7 @@ from reproduction.benchmarks.calibrate.tasks import (
 from torch import nn
 
 from curvestep import SmoothnessProbe
-from curvestep.calibration import calibrate as search, pilots
+from curvestep.calibration import calibrate as search, ladder as ladder_rule
 
 SEEDS = (1, 2, 3)
 NUM_JUDGES = 12  # batches that the final loss is read from
@@ -81,38 +81,31 @@ PARTS = {
     LADDER: JUDGED_LADDER,
     LONG_PART: LONG,
 }
-FROZEN = Path(__file__).with_name("constants.json")
-FROZEN_LADDER = Path(__file__).with_name("ladder.json")
+FROZEN = Path(__file__).with_name("ladder.json")
+NO_NUMBERS = {"CLEAR_FAMILIES"}
 HELD_OUT_CURVES = {recipe.task.name for recipe in (*JUDGED_LADDER, *LONG)}
 
 Job = dict[str, Any]
 
 
 def constants() -> dict[str, Any]:
-    """The numbers of the rule that this benchmark judges."""
-    names = ("NUM_STEPS", "NUM_JUDGES", "MOST_TRIALS", "SUFFICIENT", "NEARLY", "FACTOR",
-             "LONG_STEPS", "LONG_FACTOR", "CLEAR", "BLIND", "ADAM_SCALE", "ADAM_MAX_NORM")  # fmt: skip
-    known = {**vars(pilots), **vars(search)}
-    return {**{name: known[name] for name in names}, "CLIP_AT": list(search.CLIP_AT)}
+    """The numbers of the rule that this benchmark judges, as the package has them."""
+    rule = {name: value for name, value in vars(ladder_rule).items() if _is_constant(name, value)}
+    start = {name: value for name, value in vars(search).items() if _is_constant(name, value)}
+    return json.loads(json.dumps(start | rule))
 
 
-def ladder_constants() -> dict[str, Any]:
-    """The numbers of the ladder's rule as the package has them; whoever freezes it names them here."""
-    raise SystemExit(
-        "The ladder's rule is not frozen: `ladder_constants()` in run.py names no constants yet. "
-        f"Name them, and keep them in {FROZEN_LADDER.name}."
-    )
+def _is_constant(name: str, value: object) -> bool:
+    return name.isupper() and isinstance(value, (int, float, tuple)) and name not in NO_NUMBERS
 
 
-def check_frozen(part: str) -> None:
+def check_frozen() -> None:
     """Refuse to judge a rule whose constants are others than the frozen ones."""
-    is_ladder = part in (LADDER, LONG_PART)
-    frozen = FROZEN_LADDER if is_ladder else FROZEN
-    current = ladder_constants() if is_ladder else constants()
-    if not frozen.exists():
-        raise SystemExit(f"{frozen.name} does not exist: freeze the rule before you judge it.")
-    if json.loads(frozen.read_text(encoding="utf-8")) != current:
-        raise SystemExit(f"The constants are {current}, and {frozen.name} has others.")
+    current = constants()
+    if not FROZEN.exists():
+        raise SystemExit(f"{FROZEN.name} does not exist: freeze the rule before you judge it.")
+    if json.loads(FROZEN.read_text(encoding="utf-8")) != current:
+        raise SystemExit(f"The constants are {current}, and {FROZEN.name} has others.")
 
 
 def judged(recipe: Recipe, model: nn.Module, judges: list[Batch]) -> float:
@@ -414,7 +407,7 @@ def main() -> None:
             print(f"{recipe.task.name}: {num_parameters(recipe):,} parameters, {smoke(recipe):.3f} s a step")
         return
     if options.part.startswith("judge"):
-        check_frozen(options.part)
+        check_frozen()
     rows = Rows(options.rows, probe=options.probe)
     seeds = tuple(options.seeds or (SEEDS[:1] if options.part == LONG_PART else SEEDS))
     for recipe in chosen:

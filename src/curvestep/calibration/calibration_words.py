@@ -7,51 +7,42 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import torch
+from torch.utils.data import Dataset, IterableDataset
 
+from curvestep.calibration.ladder import APART, FIRST_STEPS, Rung
 from curvestep.calibration.loaders import Batch
+from curvestep.calibration.lr_schedules import has_scheduler, is_below_peak
 from curvestep.calibration.method import Method
-from curvestep.calibration.pilots import FIRST_OCTAVES, NUM_JUDGES, RULES, SUFFICIENT, Trial
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family
-from curvestep.smoothness.observer import differs_in_eval
+from curvestep.smoothness.observer import differs_in_eval, tensors_in
 from curvestep.smoothness.oracle import BatchReplay
 from curvestep.tensors.vectors import precision
 
 if TYPE_CHECKING:
     from curvestep.calibration.result import Calibration
 
-# Fall of the loss by answers, in per cent of that at a grid's best lr: median and worst, by docs/results.
-PROVEN = {(Family.ADAM, "warmup-decay"): ("12 unseen tasks", "99.6", "97")}
-EVIDENCE = PROVEN | {
-    (Family.MOMENTUM, "warmup-decay"): ("5 unseen tasks", "98.6", "81"),
-    (Family.SGD, "warmup-decay"): ("5 unseen tasks", "99.7", "81"),
-    (Family.ADAM, "constant"): ("19 tuning tasks", "98.3", "91"),
-    (Family.MOMENTUM, "constant"): ("19 tuning tasks", "98.4", "77"),
-    (Family.SGD, "constant"): ("13 tuning tasks", "99.8", "90"),
-}
+LEAST_BATCHES = 24  # fewer are named
+JUDGED = (Family.ADAM, Family.MOMENTUM, Family.SGD, Family.MUON)  # by the benchmark
 WHEN = {"constant": "at a constant rate: lr", "warmup-decay": "with warm-up and decay: peak lr"}
+SAYS_NOTHING = {"iterator"}  # of the answer
 DOUBTS = {
     "unknown": "No trial surely lowered the loss of other batches. Is the model trained, or the batch tiny?",
-    "noise": "Noise hides the gains of short trials: use larger batches. A `budget` keeps trials short.",
-    "edge": "lr is at an end of what was tried, {ends}: try beyond it.",
-    "flat": "Half of this lr gains nearly as much, so trials say little. Try half, twice and four times it.",
+    "noise": "Noise hides the gains of the trials. Use larger batches or a larger `budget`.",
+    "edge": "The best rates lie at an end of those tried, {ends}. Try beyond it, or give a larger `budget`.",
+    "flat": "Rates a factor of four from lr gain nearly as much, so the trials say little. Try them too.",
+    "one-length": "All trials have {length} steps. A larger `budget` would show whether longer ones agree.",
+    "lengths": "Trials of {below} steps say lr {short:.2g}, trials of {length} steps say {long:.2g}. "
+    "A larger `budget` adds longer ones.",
 }
 
 
-def evidence(found: Calibration | Method, schedule: str) -> tuple[str, str, str] | None:
-    """How answers for such an optimizer did in the benchmark; None if it is not part of it."""
-    if found.threshold != "max_norm":  # a rule of its own
-        return None
-    return EVIDENCE.get((found.family, schedule))
-
-
-def confidence(family: Family, schedule: str, warnings: Iterable[Note]) -> str:
-    """How far to trust the answer: where a doubt was noted, no judged answer says that it was good."""
-    kinds = {note.kind for note in warnings} - {"iterator"}  # which says nothing of the answer
+def confidence(warnings: Iterable[Note]) -> str:
+    """How far to trust the answer, by what was noted of these trials."""
+    kinds = {note.kind for note in warnings} - SAYS_NOTHING
     if "unknown" in kinds:
         return "cannot tell"
-    is_sure = (family, schedule) in PROVEN and not kinds
-    return "high" if is_sure else "medium"
+    return "medium" if kinds else "high"
 
 
 def headline(found: Calibration) -> str:
@@ -64,28 +55,22 @@ def headline(found: Calibration) -> str:
 
 
 def trust(found: Calibration) -> str:
-    """How far to trust it, in a sentence."""
+    """How far to trust it, in a sentence about these trials."""
     if found.confidence == "cannot tell":
         return "cannot tell: no trial surely lowered the loss, so lr is only a safe value"
-    judged = evidence(found, found.schedule)
-    if judged is None:
-        return f"{found.confidence}: {found.optimizer} is not part of the benchmark"
-    tasks, usual, worst = judged
-    fell = f"the loss fell {usual} % as far as at the best lr, {worst} % at worst"
-    return f"{found.confidence}: on {tasks} {fell}"
+    if found.confidence == "high":
+        short, long = found.lengths[-2:]
+        return f"high: trials of {short} and {long} steps agree, and rates {APART:g} times away gain less"
+    return "medium: see the warning"
 
 
 def choice(found: Calibration) -> str:
     """How lr was read from the trials."""
-    rule = RULES[found.last_trials[0].num_steps]
-    enough = f"the smallest lr with {SUFFICIENT:.0%} of the best fall"
     if found.confidence == "cannot tell":
         return "half of the lowest lr tried"
-    if rule.takes_best:
-        return f"{rule.factor:g} of the lr where the loss fell furthest"
-    if found.schedule == "constant":
-        return f"between {enough} and the largest step that works"
-    return f"near {enough}: larger ones harm long runs"
+    if len(found.lengths) == 1:
+        return "the middle of the rates with nearly the best gain"
+    return "the middle of the rates that gain nearly most beyond the shorter trials, lower for a longer run"
 
 
 def lines(found: Calibration) -> list[str]:
@@ -94,17 +79,19 @@ def lines(found: Calibration) -> list[str]:
     pairs = [(f"{trial.lr:.2g}", _gain(trial.gain)) for trial in trials]
     widths = [max(map(len, pair)) for pair in pairs]
     rates, gains = ("  ".join(map(str.rjust, row, widths)) for row in zip(*pairs, strict=True))
-    others = len(found.warnings) - 1
+    doubtful = [note for note in found.warnings if note.kind not in SAYS_NOTHING]
+    ordered = [*doubtful, *(note for note in found.warnings if note.kind in SAYS_NOTHING)]
+    others = len(ordered) - 1
     more = f" (and {others} more)" if others > 0 else ""
-    cost = f"{found.num_gradients} gradients. Model and optimizer are unchanged."
+    cost = f"{found.num_gradients} gradients, {found.seconds:.0f} s. Model and optimizer are unchanged."
     return [
         headline(found),
         f"  tried lr  {rates}",
         f"  loss fell {gains}   on other batches, in {trials[0].num_steps} steps",
         f"  choice    {choice(found)}",
         f"  trust     {trust(found)}",
-        f"  to check  lr {found.lr / 2:.2g} and {found.lr * 2:.2g}, with two runs to spare",
-        *(f"  warning   {first}{more}" for first in found.warnings[:1]),
+        f"  to check  if you can afford two more runs, try lr {found.lr / 2:.2g} and {found.lr * 2:.2g}",
+        *(f"  warning   {first}{more}" for first in ordered[:1]),
         f"{cost} More: print(cal.details()), cal.plot()",
     ]
 
@@ -126,11 +113,10 @@ def _gain(gain: float) -> str:
     return f"{gain:.3g}" if math.isfinite(gain) else "broke"
 
 
-def before(name: str, num_steps: int, num_gradients: int, *, may_double: bool) -> str:
+def before(name: str, usual: int, most: int) -> str:
     """The coming trials, and their cost."""
-    doubled = 2 * num_gradients + len(FIRST_OCTAVES) * num_steps
-    more = f", up to {doubled} if noise hides the answer" if may_double else ""
-    return f"calibrate {name}: trials of {num_steps} steps, about {num_gradients} gradients{more}"
+    more = f", up to {most} if the answer is doubtful" if most > usual else ""
+    return f"calibrate {name}: trials from {FIRST_STEPS} steps on, about {usual} gradients{more}"
 
 
 def other_threshold(found: Calibration, name: str, own: Iterable[object]) -> str:
@@ -139,9 +125,9 @@ def other_threshold(found: Calibration, name: str, own: Iterable[object]) -> str
     given = " and ".join(sorted(set(map(str, own))))
     if given:
         return f"{tried}, and {name} keeps its own, {given}. Calibrate with `optimizer=` the one that trains."
-    return (
-        f"{tried}, and {name} does not clip. Add `curvestep.clip(optimizer, cal.max_norm)`, or clip yourself."
-    )
+    if found.family.is_descent:  # of these trials with the threshold gained more than others without it
+        return f"{tried}, and {name} does not clip. Add `curvestep.clip(optimizer, cal.max_norm)`."
+    return f"{tried}, and {name} does not clip. Calibrate with max_norm=math.inf for a run without clipping."
 
 
 def other_schedule(found: Calibration) -> str:
@@ -150,30 +136,67 @@ def other_schedule(found: Calibration) -> str:
     return f'{what}. Calibrate with schedule="warmup-decay".'
 
 
-def of_trials(doubts: Iterable[str], trials: Sequence[Trial]) -> list[Note]:
+def waits_for_plateau(name: str) -> str:
+    """That a scheduler waits for the loss to stop falling."""
+    return (
+        f"{name} lowers lr when progress stops, and the trials followed a warm-up and a decay. Calibrate "
+        'with schedule="constant".'
+    )
+
+
+def of_rungs(rungs: Sequence[Rung], doubts: Iterable[str]) -> list[Note]:
     """Doubts that the trials leave, by their kinds."""
-    ends = f"{trials[0].lr:.2g} to {trials[-1].lr:.2g}"
-    return [Note(kind, DOUBTS[kind].format(ends=ends)) for kind in doubts]
+    last = rungs[-1]
+    below = rungs[-2] if len(rungs) > 1 else last
+    facts = {
+        "ends": f"{last.trials[0].lr:.2g} to {last.trials[-1].lr:.2g}",
+        "length": last.num_steps,
+        "below": below.num_steps,
+        "short": below.answer,
+        "long": last.answer,
+    }
+    return [Note(kind, DOUBTS[kind].format(**facts)) for kind in doubts]
+
+
+def of_schedule(method: Method, schedule: str | None, num_steps: int | None) -> list[Note]:
+    """What an attached scheduler and ``num_steps`` say of the schedule that was asked for."""
+    scheduled = [optimizer for optimizer in method.optimizers if has_scheduler(optimizer)]
+    found = (
+        (schedule is None and len(scheduled) > 0, "schedule-left-out",
+         'A scheduler is attached, and the trials kept lr constant. Give schedule="warmup-decay".'),
+        (schedule is None and not scheduled and num_steps is not None, "schedule-left-out",
+         '`num_steps` is given without `schedule`, so the trials kept lr constant. If lr will be decayed, '
+         'give schedule="warmup-decay".'),
+        (schedule == "warmup-decay" and any(not is_below_peak(one) for one in scheduled), "no-warmup",
+         "The attached scheduler begins at its peak, and the trials warmed up. Give the run a warm-up over "
+         "a tenth of its steps."),
+    )  # fmt: skip
+    return [Note(kind, text) for holds, kind, text in found if holds]
 
 
 def of_start(
     passes: BatchReplay,
     method: Method,
+    loss: float,
     grad_norm: float,
     num_idle: int,
     batches: Iterable[Batch],
-    num_read: int,
+    known: Sequence[Batch],
 ) -> list[Note]:
     """Oddities of what was given: model, optimizer, loss, of which tensors may be idle, and batches."""
     still = sum(differs_in_eval(m) and not m.training for m in passes.model.modules())
     untrained = passes.num_outside + num_idle
     where = "the optimizer does not train" if num_idle else "are not in `model`"
+    is_data_set = isinstance(batches, Dataset) and not isinstance(batches, IterableDataset)
+    has_stepped = any(any(map(bool, one.state.values())) for one in method.optimizers)
     found = (
-        (evidence(method, "constant") is None, "less-tested",
+        (method.family not in JUDGED or method.threshold != "max_norm", "less-tested",
          f"{method.name} is less tested than Adam and SGD: try half of this lr and twice it, too."),
+        (loss < 0, "negative-loss",
+         f"The loss starts at {loss:.3g}, below zero. Is it negated, or without a lower bound?"),
         (not 0.01 <= grad_norm <= 100, "scaled-loss",
          f"The first gradient norm is {grad_norm:.2g}. Is the loss a sum, or scaled? Use the mean."),
-        (any(map(bool, method.optimizer.state.values())), "stepped",
+        (has_stepped, "stepped",
          "The optimizer has stepped before: the trials went on from its state."),
         (still > 0, "eval-mode",
          f"{still} BatchNorm or dropout layers are in eval mode. Will they train? Call `model.train()`."),
@@ -182,9 +205,16 @@ def of_start(
         (untrained > 0, "untrained",
          f"The loss depends on {untrained} trainable tensors that {where}: they stood still. "
          "If another optimizer trains them, try a tenth of this lr."),
-        (num_read < 3 * NUM_JUDGES, "few-batches",
-         f"Only {num_read} batches were there, a third of them to judge by. Give 24 or more, for SGD 56."),
+        (len(known) < LEAST_BATCHES, "few-batches",
+         f"Only {len(known)} batches were there, a third of them to judge by. Give 24 or more, better 80."),
+        (is_data_set or _has_one_sample(known[0]), "one-sample",
+         "Each batch has one sample. Give a data loader with the batch size of training."),
         (isinstance(batches, Iterator), "iterator",
-         f"The iterator lost {num_read} batches: training will not see them. Give a list or a loader."),
+         f"The iterator lost {len(known)} batches: training will not see them. Give a list or a loader."),
     )  # fmt: skip
     return [Note(kind, text) for holds, kind, text in found if holds]
+
+
+def _has_one_sample(batch: Batch) -> bool:
+    tensors = [tensor for tensor in tensors_in(batch) if tensor.dim() > 0]
+    return len(tensors) > 1 and all(len(tensor) == 1 for tensor in tensors)

@@ -55,21 +55,31 @@ class Readable:
 class Supply:
     """Batches to judge by and others to step on, read only as far as needed."""
 
-    def __init__(self, batches: Iterable[Batch], model: nn.Module) -> None:
+    def __init__(self, batches: Iterable[Batch], model: nn.Module, num_judges: int, num_steps: int) -> None:
         self._stream = _shared(batches, model)
         self.known: list[Batch] = []
-
-    def split(self, num_judges: int, num_steps: int) -> tuple[list[Batch], list[Batch]]:
-        """As many judges and steps; of few batches a third and the rest."""
-        self.known.extend(islice(self._stream, num_judges + num_steps - len(self.known)))
+        self._read(num_judges + num_steps)
         count = len(self.known)
         if count < 3:
             raise ValueError(
                 "`batches` must hold at least three batches, one to step on and two others to judge by, got "
                 f"{count}. Is it one batch, or a used-up iterator? Else use smaller batches; 24 are better."
             )
-        num_judges = max(2, min(num_judges, count // 3))
-        return self.known[:num_judges], self.known[num_judges:]
+        self._num_judges = max(2, min(num_judges, count // 3))
+
+    @property
+    def judges(self) -> list[Batch]:
+        """Batches to judge by: of few a third."""
+        return self.known[: self._num_judges]
+
+    def steps(self, first: int, count: int) -> list[Batch]:
+        """So many batches to step on from the ``first``; of few the same again."""
+        self._read(self._num_judges + first + count)
+        others = self.known[self._num_judges :]
+        return [others[(first + k) % len(others)] for k in range(count)]
+
+    def _read(self, count: int) -> None:
+        self.known.extend(islice(self._stream, max(0, count - len(self.known))))
 
 
 def _shared(batches: Iterable[Batch], model: nn.Module) -> Iterator[Batch]:

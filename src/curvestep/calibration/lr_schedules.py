@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -42,9 +42,9 @@ def check_schedule(schedule: str) -> None:
         )
 
 
-def peak_lr(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> float:
+def peak_lr(optimizers: Iterable[Optimizer], schedulers: Iterable[Any] = ()) -> float:
     """Largest learning rate that the schedule reaches in any group."""
-    peaks = list(map(group_peak, optimizer.param_groups))
+    peaks = [group_peak(group) for optimizer in optimizers for group in optimizer.param_groups]
     peaks += [float(lr) for scheduler in schedulers for lr in getattr(scheduler, "max_lrs", ())]
     if not max(peaks) > 0:
         raise ValueError(
@@ -54,16 +54,18 @@ def peak_lr(optimizer: Optimizer, schedulers: Iterable[Any] = ()) -> float:
     return max(peaks)
 
 
-def shares_of_groups(optimizer: Optimizer) -> list[float]:
-    """Learning rates of the groups, relative to the largest."""
-    peak = peak_lr(optimizer)
-    return [group_peak(group) / peak for group in optimizer.param_groups]
+def shares_of_groups(optimizers: Sequence[Optimizer]) -> list[float]:
+    """Learning rates of all groups, relative to the largest."""
+    peak = peak_lr(optimizers)
+    return [group_peak(group) / peak for optimizer in optimizers for group in optimizer.param_groups]
 
 
-def shares_of_parameters(optimizer: Optimizer, parameters: Iterable[Tensor]) -> list[float]:
+def shares_of_parameters(optimizers: Sequence[Optimizer], parameters: Iterable[Tensor]) -> list[float]:
     """Learning rates of parameters, relative to the largest; zero for one that is not trained."""
-    pairs = zip(optimizer.param_groups, shares_of_groups(optimizer), strict=True)
-    known = {id(p): share for group, share in pairs for p in group["params"]}
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    known: dict[int, float] = {}
+    for group, share in zip(groups, shares_of_groups(optimizers), strict=True):
+        known.update((id(p), share) for p in group["params"])
     return [known.get(id(p), 0.0) for p in parameters]
 
 
@@ -80,21 +82,31 @@ def flattened(schedulers: Iterable[Any]) -> list[Any]:
     return found
 
 
-def set_peak(optimizer: Optimizer, schedulers: Iterable[Any], lr: float) -> None:
-    """Scale all learning rates of an optimizer and its schedules to the peak ``lr``, wherever they stand."""
+def has_scheduler(optimizer: Optimizer) -> bool:
+    """Whether a scheduler was made from it."""
+    return any("initial_lr" in group for group in optimizer.param_groups)
+
+
+def set_peak(optimizers: Sequence[Optimizer], schedulers: Iterable[Any], lr: float) -> None:
+    """Scale all learning rates of optimizers and their schedules to the peak ``lr``, wherever they stand."""
     every = flattened(schedulers)
+    scheduled: list[Optimizer] = []
     for scheduler in every:
-        if getattr(scheduler, "optimizer", None) is not optimizer:
+        owner = getattr(scheduler, "optimizer", None)
+        if not any(owner is optimizer for optimizer in optimizers):
             name = getattr(scheduler, "__name__", type(scheduler).__name__)
             raise ValueError(f"{name} is no scheduler that was made from this optimizer.")
-    if not every and any("initial_lr" in group for group in optimizer.param_groups):
-        raise ValueError(
-            "`optimizer` has a scheduler, which would set its own lr again. Give it too: "
-            "`apply(optimizer, scheduler)`."
-        )
-    factor = lr / peak_lr(optimizer, every)
-    for group in optimizer.param_groups:
-        _rescale_values(group, ("lr", "initial_lr", "max_lr", "min_lr"), factor)
+        scheduled.append(owner)
+    for optimizer in optimizers:
+        if has_scheduler(optimizer) and not any(owner is optimizer for owner in scheduled):
+            raise ValueError(
+                "`optimizer` has a scheduler, which would set its own lr again. Give it too: "
+                "`apply(optimizer, scheduler)`."
+            )
+    factor = lr / peak_lr(optimizers, every)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            _rescale_values(group, ("lr", "initial_lr", "max_lr", "min_lr"), factor)
     for scheduler in every:
         names = ("base_lrs", "max_lrs", "min_lrs", "default_min_lr", "eta_min", "_last_lr")
         _rescale_values(vars(scheduler), names, factor)

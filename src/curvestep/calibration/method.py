@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from curvestep.calibration.lr_schedules import peak_lr
 from curvestep.checks import check_nonnegative
 from curvestep.clip_rules import ClipRule
 from curvestep.optim.adamw import ClippedAdamW
@@ -26,45 +27,78 @@ OURS = (ClippedSGD, ClippedAdamW, NormalizedSGD)  # that can be given by name
 
 @dataclass(frozen=True)
 class Method:
-    """An optimizer, which is never stepped, and what it says of itself."""
+    """The optimizers that train together, mostly one; they are never stepped."""
 
-    optimizer: Optimizer
-    name: str  # of its class
-    family: Family
+    optimizers: tuple[Optimizer, ...]
+    name: str  # of their classes
+    family: Family  # of the one with the largest learning rate
     momentum: float
     threshold: str  # what it calls ``max_norm``
     max_norm: float  # the threshold that the caller gave its groups; infinite if none
     clips_itself: bool  # or normalises; so does a copy
 
-    def copy(self, max_norm: float) -> Optimizer:
-        """Another of these settings and state, with ``max_norm`` if it clips, and at nothing smaller."""
-        made = copy.deepcopy(self.optimizer, {id(p): p for p in parameters_of(self.optimizer)})
-        sets_threshold = self.clips_itself and max_norm < self.max_norm
-        for group in made.param_groups:
-            # A frozen parameter may have a gradient left over; stepped on, it would not be put back.
-            group["params"] = [p for p in group["params"] if p.requires_grad]
-            if sets_threshold:
-                group[self.threshold] = max_norm
+    @property
+    def is_rms_matched(self) -> bool:
+        """Whether Muon's updates have the length of AdamW's, and so its learning rates."""
+        groups = (group for optimizer in self.optimizers for group in optimizer.param_groups)
+        return any(group.get("adjust_lr_fn") == "match_rms_adamw" for group in groups)
+
+    def copies(self, max_norm: float) -> list[Optimizer]:
+        """Others of these settings and state, with ``max_norm`` if they clip, and at nothing smaller."""
+        made = []
+        for optimizer in self.optimizers:
+            same = copy.deepcopy(optimizer, {id(p): p for p in parameters_of(optimizer)})
+            sets_threshold = self.clips_itself and max_norm < self.max_norm
+            for group in same.param_groups:
+                # A frozen parameter may have a gradient left over; stepped on, it would not be put back.
+                group["params"] = [p for p in group["params"] if p.requires_grad]
+                if sets_threshold and self.threshold in group:
+                    group[self.threshold] = max_norm
+            made.append(same)
         return made
 
     def lr_of(self, step_size: float, max_norm: float) -> float:
         """The lr with which gradients far below ``max_norm`` take steps of this size."""
-        if not isinstance(self.optimizer, ScaledOptimizer):
+        first = self.optimizers[0]
+        if not isinstance(first, ScaledOptimizer):
             return step_size
-        group = self.optimizer.param_groups[0] | {self.threshold: max_norm}
-        return step_size / self.optimizer.coefficient_at_zero(group)
+        coefficient = first.coefficient_at_zero(first.param_groups[0] | {self.threshold: max_norm})
+        return step_size / coefficient
 
 
 def method_of(
-    optimizer: str | type | Optimizer,
+    optimizer: str | type | Optimizer | Sequence[Optimizer],
     model: nn.Module,
     *,
     momentum: float | None = None,
     weight_decay: float | None = None,
 ) -> Method:
-    """The method of an instance, or of a class or a name with these settings."""
+    """The method of an instance, of several, or of a class or a name with these settings."""
     given = {"momentum": momentum, "weight_decay": weight_decay}
     settings = {name: check_nonnegative(name, value) for name, value in given.items() if value is not None}
+    if not isinstance(optimizer, (list, tuple)):
+        return _method_of_one(optimizer, model, settings)
+    if not optimizer or not all(isinstance(one, Optimizer) for one in optimizer):
+        raise ValueError("`optimizer` must be one optimizer, or a list of optimizers that train together.")
+    if settings:
+        raise ValueError(f"`{min(settings)}` is read from the optimizers themselves: leave it out.")
+    methods = [_method_of_one(one, model, {}) for one in optimizer]
+    parameters = [id(p) for one in optimizer for p in parameters_of(one)]
+    if len(set(parameters)) < len(parameters):
+        raise ValueError("`optimizer` has parameters that several of them train.")
+    if len(methods) > 1 and any(method.threshold != "max_norm" for method in methods):
+        raise ValueError("`optimizer` has NormalizedSGD among several: its lr has another meaning.")
+    leading = max(methods, key=lambda method: peak_lr(method.optimizers))
+    return replace(
+        leading,
+        optimizers=tuple(optimizer),
+        name=" + ".join(method.name for method in methods),
+        max_norm=min(method.max_norm for method in methods),
+        clips_itself=any(method.clips_itself for method in methods),
+    )
+
+
+def _method_of_one(optimizer: str | type | Optimizer, model: nn.Module, settings: dict[str, float]) -> Method:
     thresholds = []
     if not isinstance(optimizer, Optimizer):
         optimizer = _made(optimizer, model, settings)
@@ -94,7 +128,7 @@ def method_of(
             raise ValueError(why)
     max_norm = min(map(float, thresholds), default=math.inf)
     return Method(
-        optimizer=optimizer,
+        optimizers=(optimizer,),
         name=type(optimizer).__name__,
         family=family,
         momentum=momentums[0],

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import math
 import warnings as python_warnings
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from curvestep.calibration import calibration_words as words
+from curvestep.calibration.ladder import Trial
 from curvestep.calibration.lr_schedules import is_below_peak, set_peak
-from curvestep.calibration.pilots import Trial, longest
 from curvestep.files import dump_json, load_json, write_atomically
 from curvestep.notes import Note
 from curvestep.optimizer_family import Family, family_of, momenta, threshold_of
@@ -34,7 +36,7 @@ class Calibration:
         max_norm: Gradient norm at which the trials clipped, and training should.
         threshold: What the optimizer calls it: of NormalizedSGD ``offset``.
         confidence: ``"high"``, ``"medium"``, or ``"cannot tell"``: ``lr`` is then only a safe value.
-        trials: Each with ``lr``, ``num_steps``, ``gain``, ``error``; those of a search ascending in ``lr``.
+        trials: Each with ``lr``, ``num_steps``, ``max_norm``, ``gain`` and ``error``, in their order.
         loss: At the start, as ``grad_norm`` is.
         num_gradients: The price, and ``seconds``.
         warnings: What to know before relying on the numbers, each with its ``kind``.
@@ -58,9 +60,22 @@ class Calibration:
     threshold: str = "max_norm"
 
     @property
+    def lengths(self) -> list[int]:
+        """Steps of the trials, ascending."""
+        return sorted({trial.num_steps for trial in self.trials})
+
+    def trials_of(self, num_steps: int) -> tuple[Trial, ...]:
+        """Trials of one length, ascending in ``lr``, without those that tried a threshold in vain."""
+        rates = dict[float, Trial]()
+        for trial in self.trials:
+            if trial.num_steps == num_steps and trial.max_norm >= self.max_norm:
+                rates[trial.lr] = trial
+        return tuple(rates[lr] for lr in sorted(rates))
+
+    @property
     def last_trials(self) -> tuple[Trial, ...]:
         """The trials that ``lr`` was read from: the longest, ascending in ``lr``."""
-        return tuple(longest(self.trials))
+        return self.trials_of(self.lengths[-1])
 
     def __str__(self) -> str:
         return "\n".join(words.lines(self))
@@ -83,27 +98,39 @@ class Calibration:
 
         return draw_charts([calibration(self)], title=title, note=words.headline(self))
 
-    def apply(self, optimizer: Optimizer, *schedulers: Any) -> None:
-        """Set the learning rate of an optimizer and of all its schedulers, and a threshold where it has none.
+    def apply(self, optimizer: Optimizer, *others: Any) -> None:
+        """Set the learning rates of optimizers and their schedulers, and a threshold that has none.
 
         Groups keep their ratios, schedules their shape and place, and a finite ``max_norm`` is yours and
-        stays. Refused: an optimizer of another kind, and one with a scheduler that was not given.
+        stays.
+
+        Args:
+            optimizer: The one that trains, or the first of several.
+            others: The other optimizers, and all schedulers.
+
+        Raises:
+            TypeError: The first argument is no torch optimizer.
+            ValueError: The optimizers are of another kind than those calibrated, or a scheduler is missing.
         """
         if not isinstance(optimizer, Optimizer):
             name = type(optimizer).__name__
             raise TypeError(f"`optimizer` must be a torch optimizer, got a {name}. Schedulers come after it.")
-        own = _kind(self.family, self.optimizer, self.threshold, [self.momentum])
-        kind, name = family_of(optimizer), type(optimizer).__name__
-        given = _kind(kind, name, threshold_of(optimizer), momenta(optimizer))
+        optimizers = [optimizer, *(other for other in others if isinstance(other, Optimizer))]
+        schedulers = [other for other in others if not isinstance(other, Optimizer)]
+        own, given = self._kind(), _kind_of(optimizers)
         if own != given:
             raise ValueError(
                 f"This was measured for {own}, got {given}. Calibrate with `optimizer=` the one that trains."
             )
-        set_peak(optimizer, schedulers, self.lr)
-        if self.schedule == "constant" and is_below_peak(optimizer):
+        set_peak(optimizers, schedulers, self.lr)
+        if self.schedule == "constant" and any(map(is_below_peak, optimizers)):
             python_warnings.warn(words.other_schedule(self), stacklevel=2)
+        waits = [type(one).__name__ for one in schedulers if isinstance(one, ReduceLROnPlateau)]
+        if self.schedule != "constant" and waits:
+            python_warnings.warn(words.waits_for_plateau(waits[0]), stacklevel=2)
         if math.isfinite(self.max_norm) and not self.clips_outside:
-            self._set_threshold(optimizer)
+            for one in optimizers:
+                self._set_threshold(one)
 
     def _set_threshold(self, optimizer: Optimizer) -> None:
         name, groups = self.threshold, optimizer.param_groups
@@ -114,6 +141,18 @@ class Calibration:
                 group[name] = self.max_norm
         elif own != [self.max_norm] * len(groups):
             python_warnings.warn(words.other_threshold(self, type(optimizer).__name__, own), stacklevel=3)
+
+    def _kind(self) -> str:
+        if " + " in self.optimizer:
+            return self.optimizer
+        return _kind(self.family, self.optimizer, self.threshold, [self.momentum])
+
+
+def _kind_of(optimizers: Sequence[Optimizer]) -> str:
+    if len(optimizers) > 1:
+        return " + ".join(type(optimizer).__name__ for optimizer in optimizers)
+    (one,) = optimizers
+    return _kind(family_of(one), type(one).__name__, threshold_of(one), momenta(one))
 
 
 def _kind(family: Family, name: str, threshold: str, momenta: list[float]) -> str:
@@ -144,8 +183,12 @@ def read_calibration(folder: str | Path) -> Calibration | None:
         if "arms" in values:  # of an older version
             values["trials"] = values.pop("arms")
         family = Family(values.pop("family"))
-        trials = tuple(Trial(**trial) for trial in values.pop("trials"))
+        trials = tuple(_trial_of(trial) for trial in values.pop("trials"))
         notes = tuple(Note(**note) for note in values.pop("warnings"))
         return Calibration(**values, family=family, trials=trials, warnings=notes)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a calibration of this version: {error}") from None
+
+
+def _trial_of(values: dict[str, Any]) -> Trial:
+    return Trial(**{**values, "falls": tuple(values.get("falls", ()))})

@@ -210,14 +210,15 @@ def fit_charts(fit: SmoothnessFit) -> list[Chart]:
 
 def calibration(result: Calibration) -> Chart:
     """The gain of each trial against its learning rate, one line per length, and the choice."""
-    table = np.array([(trial.num_steps, trial.lr, trial.gain, trial.error) for trial in result.trials])
-    table = table[np.isfinite(table[:, 2])]
     series = []
-    for number, length in enumerate(np.unique(table[:, 0])):
-        _, rates, gains, errors = table[table[:, 0] == length].T
+    heights = [0.0]
+    for number, length in enumerate(result.lengths):
+        trials = [trial for trial in result.trials_of(length) if math.isfinite(trial.gain)]
+        rates, gains, errors = np.array([(t.lr, t.gain, t.error) for t in trials]).reshape(-1, 3).T
         look = {"colour": number, "mark": "circle", "band": (gains - errors, gains + errors)}
-        series.append(Series(f"{length:.0f} steps", rates, gains, **look))
-    ends = np.array([table[:, 2].min(initial=0.0), table[:, 2].max(initial=0.0)])
+        series.append(Series(f"{length} steps", rates, gains, **look))
+        heights += gains.tolist()
+    ends = np.array([min(heights), max(heights)])
     chosen_lr = np.array([result.lr, result.lr])
     chosen = Series(f"lr {result.lr:.3g}", chosen_lr, ends, colour="ink", dash="dash")
     x = Axis("learning rate", log=True)
