@@ -58,7 +58,7 @@ class Supply:
     def __init__(self, batches: Iterable[Batch], model: nn.Module, num_judges: int, num_steps: int) -> None:
         self._stream = _shared(batches, model)
         self.known: list[Batch] = []
-        self._read(num_judges + num_steps)
+        self._read(max(num_judges + num_steps, 3 * num_judges))
         count = len(self.known)
         if count < 3:
             raise ValueError(
