@@ -40,7 +40,7 @@ def test_run_trains_with_what_calibrate_prints_and_resumes_with_it(fields, tmp_p
     assert err == ""
     cal = read_calibration(folder)
     assert cal is not None
-    assert cal.num_gradients == said["num_gradients"] <= 240
+    assert cal.num_gradients == said["num_gradients"] <= 700
 
     _, refused = curvestep(*line, code=1)
     assert "already holds a run" in refused

@@ -61,7 +61,7 @@ def calibration_chart(cal):
 
 
 def test_chart_has_every_trial_and_the_choice():
-    cal = make_calibration()
+    cal = make_calibration(budget=48)
     chart = calibration_chart(cal)
     trials, chosen = chart.series
     assert trials.x.tolist() == [trial.lr for trial in cal.trials]
@@ -74,7 +74,7 @@ def test_chart_has_every_trial_and_the_choice():
 
 
 def test_broken_trials_are_left_out_and_longer_ones_have_their_line():
-    cal = make_calibration()
+    cal = make_calibration(budget=48)
     broken = replace(cal.trials[-1], gain=-math.inf)
     longer = tuple(replace(trial, num_steps=32) for trial in cal.trials)
     odd = replace(cal, trials=(*cal.trials[:-1], broken, *longer))

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from curvestep.calibration import pilots
+from curvestep.calibration import ladder as rule
 from reproduction.benchmarks.calibrate import methods, run
 from reproduction.benchmarks.calibrate.judged import JUDGED
 from reproduction.benchmarks.calibrate.judged_sgd import JUDGED_SGD
@@ -24,7 +24,7 @@ def single_precision():
 
 def test_frozen_constants_are_those_of_the_package_and_judging_refuses_others(monkeypatch, tmp_path):
     assert json.loads(run.FROZEN.read_text()) == run.constants()
-    monkeypatch.setattr(pilots, "SUFFICIENT", 0.9)
+    monkeypatch.setattr(rule, "SHARE", 0.9)
     monkeypatch.setattr("sys.argv", ["run", "--rows", str(tmp_path), "--part", "judge"])
     with pytest.raises(SystemExit, match="has others"):
         run.main()
@@ -74,9 +74,9 @@ def test_grid_widens_until_its_best_has_worse_neighbours(best):
 
 
 def row(method, loss, *, lr=None, seed=1, task="ViT", **found):
-    trials = found.get("trials", [[1.0, 16, 0.1, 0.01], [2.0, 16, 1.0, 0.01], [4.0, 16, 0.5, 0.01]])
+    said = found.get("confidence", "high")
     return {"task": task, "kind": "adamw", "method": method, "seed": seed, "lr": lr, "first": 2.0,
-            "trivial": 1.9, "loss": loss, "spent": 82, "found": {"lr": 2.0, "trials": trials}}  # fmt: skip
+            "trivial": 1.9, "loss": loss, "spent": 82, "found": {"lr": 2.0, "confidence": said}}  # fmt: skip
 
 
 def grid(*losses, **options):
@@ -121,8 +121,8 @@ def test_dead_tasks_and_ends_of_a_grid_do_not_count(rows, problem):
 
 def test_confidence_is_counted_by_what_the_answers_missed():
     rows = [*grid(1.5, 1.0, 1.5), row("calibrate", 1.01), row("calibrate", 1.2, seed=2)]
-    rows.append(row("calibrate", 1.3, seed=3, trials=[[1.0, 32, 0.1, 0.1], [2.0, 32, 0.0, 0.1]]))
-    rows.append(row("calibrate", 1.0, seed=4, trials=[[1.0, 16, 0.9, 0.01], [2.0, 16, 0.91, 0.01]]))
+    rows.append(row("calibrate", 1.3, seed=3, confidence="cannot tell"))
+    rows.append(row("calibrate", 1.0, seed=4, confidence="medium"))
     said = confidence(rows, ["ViT"])
     assert "| high | 2 | 50% | 20.0% |" in said
     assert "| cannot tell | 1 | 0% | 30.0% |" in said

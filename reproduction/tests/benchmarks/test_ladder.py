@@ -182,8 +182,8 @@ def test_curve_of_held_out_loss_does_not_change_the_run(monkeypatch):
 
 @pytest.mark.parametrize("part", ["judge-ladder", "judge-long"])
 def test_ladder_is_not_judged_before_its_rule_is_frozen(part, monkeypatch, tmp_path):
-    monkeypatch.setattr(run, "ladder_constants", lambda: {"STEPS": 16})
-    monkeypatch.setattr(run, "FROZEN_LADDER", tmp_path / "ladder.json")
+    monkeypatch.setattr(run, "constants", lambda: {"STEPS": 16})
+    monkeypatch.setattr(run, "FROZEN", tmp_path / "ladder.json")
     monkeypatch.setattr("sys.argv", ["run", "--rows", str(tmp_path), "--part", part])
     with pytest.raises(SystemExit, match="does not exist"):
         run.main()

@@ -33,7 +33,7 @@ def test_recipe_gets_what_was_measured_and_nothing_else_changes(measured):
     assert get_recipe("ptb-lstm").lr == recipe.lr
     changed = {k for k in vars(recipe) if getattr(recipe, k) != getattr(found, k)}
     assert changed == {"lr", "max_norm"}
-    assert cal.num_gradients <= 240
+    assert cal.num_gradients <= 700
 
 
 def test_lr_and_max_norm_of_the_recipe_are_not_looked_at(measured):
@@ -63,7 +63,7 @@ def test_laptop_ptb_recipe_gets_a_learning_rate_of_the_papers_order():
     # The paper sets 30 and 0.25 by hand.
     assert 15 < recipe.lr < 60
     assert 0.05 < recipe.max_norm < 0.5
-    assert cal.num_gradients <= 240
+    assert cal.num_gradients <= 700
 
 
 def test_only_the_named_fields_are_measured_and_kept_in_the_folder(tmp_path):

@@ -83,7 +83,7 @@ def lines(found: Calibration) -> list[str]:
     ordered = [*doubtful, *(note for note in found.warnings if note.kind in SAYS_NOTHING)]
     others = len(ordered) - 1
     more = f" (and {others} more)" if others > 0 else ""
-    cost = f"{found.num_gradients} gradients, {found.seconds:.0f} s. Model and optimizer are unchanged."
+    cost = f"{found.num_gradients} gradients. Model and optimizer are unchanged."
     return [
         headline(found),
         f"  tried lr  {rates}",

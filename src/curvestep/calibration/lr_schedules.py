@@ -90,15 +90,13 @@ def has_scheduler(optimizer: Optimizer) -> bool:
 def set_peak(optimizers: Sequence[Optimizer], schedulers: Iterable[Any], lr: float) -> None:
     """Scale all learning rates of optimizers and their schedules to the peak ``lr``, wherever they stand."""
     every = flattened(schedulers)
-    scheduled: list[Optimizer] = []
-    for scheduler in every:
-        owner = getattr(scheduler, "optimizer", None)
+    owners = [getattr(scheduler, "optimizer", None) for scheduler in every]
+    for scheduler, owner in zip(every, owners, strict=True):
         if not any(owner is optimizer for optimizer in optimizers):
             name = getattr(scheduler, "__name__", type(scheduler).__name__)
             raise ValueError(f"{name} is no scheduler that was made from this optimizer.")
-        scheduled.append(owner)
     for optimizer in optimizers:
-        if has_scheduler(optimizer) and not any(owner is optimizer for owner in scheduled):
+        if has_scheduler(optimizer) and not any(owner is optimizer for owner in owners):
             raise ValueError(
                 "`optimizer` has a scheduler, which would set its own lr again. Give it too: "
                 "`apply(optimizer, scheduler)`."

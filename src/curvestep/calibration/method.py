@@ -76,7 +76,7 @@ def method_of(
     """The method of an instance, of several, or of a class or a name with these settings."""
     given = {"momentum": momentum, "weight_decay": weight_decay}
     settings = {name: check_nonnegative(name, value) for name, value in given.items() if value is not None}
-    if not isinstance(optimizer, (list, tuple)):
+    if isinstance(optimizer, str) or not isinstance(optimizer, Sequence):
         return _method_of_one(optimizer, model, settings)
     if not optimizer or not all(isinstance(one, Optimizer) for one in optimizer):
         raise ValueError("`optimizer` must be one optimizer, or a list of optimizers that train together.")

@@ -234,7 +234,7 @@ def calibrate(
     budget: float | None = None,
     resume_from_checkpoint: str | Path | bool | None = None,
 ) -> Calibration:
-    """Measure learning rate and threshold before ``trainer.train()``, and set them; about 80 gradients.
+    """Measure learning rate and threshold before ``trainer.train()``, and set them; about 230 gradients.
 
     Sets ``args.learning_rate``; of an optimizer given as ``optimizers=`` or ``optimizer_cls_and_kwargs=`` its
     own ``lr``, and its ``max_norm`` if that is infinite. The trials clip at ``args.max_grad_norm``, which

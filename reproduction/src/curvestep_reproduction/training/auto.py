@@ -47,6 +47,7 @@ def calibrate_recipe(recipe: RecipeT, *, offline: bool = False) -> tuple[RecipeT
             _Batches(task),
             optimizer=recipe.rule.optimizer,
             **{name: getattr(recipe, name) for name in recipe.rule.others},
+            schedule="constant",
             num_steps=task.num_steps(),
             progress=False,
         )
