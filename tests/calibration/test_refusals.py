@@ -221,7 +221,7 @@ def test_one_sample_a_batch_is_said():
 @pytest.mark.parametrize(
     ("schedule", "options", "attached", "kind"),
     [
-        (None, {}, True, "schedule-left-out"),
+        (None, {}, True, "scheduler-left-out"),
         (None, {"num_steps": 500}, False, "schedule-left-out"),
         ("constant", {"num_steps": 500}, True, None),
         ("warmup-decay", {"num_steps": 500}, True, "no-warmup"),
@@ -234,7 +234,9 @@ def test_schedule_that_does_not_fit_what_was_asked_is_said(schedule, options, at
     if attached:
         torch.optim.lr_scheduler.CosineAnnealingLR(opt, 500)
     cal = calibrate(model, loss, batches, optimizer=opt, schedule=schedule, budget=48, **options)
-    assert kinds(cal) & {"schedule-left-out", "no-warmup"} == ({kind} if kind else set())
+    assert kinds(cal) & {"scheduler-left-out", "schedule-left-out", "no-warmup"} == (
+        {kind} if kind else set()
+    )
     assert cal.confidence != "high"
 
 

@@ -340,6 +340,8 @@ def test_a_calibrated_run_is_the_run_with_the_numbers_typed_in(options, tmp_path
     assert digest([trainer.model.state_dict(), torch.get_rng_state()]) == before
     assert trainer.args.learning_rate == cal.lr
     assert cal.schedule == ("constant" if options.get("lr_scheduler_type") == "constant" else "warmup-decay")
+    has_warmup = cal.schedule == "constant" or options.get("warmup_steps", 0) > 0
+    assert ("no-warmup" in {note.kind for note in cal.warnings}) == (not has_warmup)
     found = finish(trainer)
     typed = {**options, "learning_rate": cal.lr}
     twin = None

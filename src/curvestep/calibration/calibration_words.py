@@ -37,6 +37,15 @@ DOUBTS = {
 }
 
 
+SCHEDULE_DOUBTS = {
+    "scheduler-left-out": "A scheduler is attached, and the trials kept lr constant. "
+    'Give schedule="warmup-decay".',
+    "schedule-left-out": "`num_steps` is given without `schedule`, so the trials kept lr constant. "
+    'If lr will be decayed, give schedule="warmup-decay".',
+    "no-warmup": "The run has no warm-up, and the trials had one. Warm up over a tenth of the steps.",
+}
+
+
 def confidence(warnings: Iterable[Note]) -> str:
     """How far to trust the answer, by what was noted of these trials."""
     kinds = {note.kind for note in warnings} - SAYS_NOTHING
@@ -161,17 +170,18 @@ def of_rungs(rungs: Sequence[Rung], doubts: Iterable[str]) -> list[Note]:
 def of_schedule(method: Method, schedule: str | None, num_steps: int | None) -> list[Note]:
     """What an attached scheduler and ``num_steps`` say of the schedule that was asked for."""
     scheduled = [optimizer for optimizer in method.optimizers if has_scheduler(optimizer)]
-    found = (
-        (schedule is None and len(scheduled) > 0, "schedule-left-out",
-         'A scheduler is attached, and the trials kept lr constant. Give schedule="warmup-decay".'),
-        (schedule is None and not scheduled and num_steps is not None, "schedule-left-out",
-         '`num_steps` is given without `schedule`, so the trials kept lr constant. If lr will be decayed, '
-         'give schedule="warmup-decay".'),
-        (schedule == "warmup-decay" and any(not is_below_peak(one) for one in scheduled), "no-warmup",
-         "The attached scheduler begins at its peak, and the trials warmed up. Give the run a warm-up over "
-         "a tenth of its steps."),
-    )  # fmt: skip
-    return [Note(kind, text) for holds, kind, text in found if holds]
+    asks_warmup = schedule == "warmup-decay"
+    found = {
+        "scheduler-left-out": schedule is None and len(scheduled) > 0,
+        "schedule-left-out": schedule is None and not scheduled and num_steps is not None,
+        "no-warmup": asks_warmup and any(not is_below_peak(one) for one in scheduled),
+    }
+    return [noted(kind) for kind, holds in found.items() if holds]
+
+
+def noted(kind: str) -> Note:
+    """A warning about the schedule."""
+    return Note(kind, SCHEDULE_DOUBTS[kind])
 
 
 def of_start(

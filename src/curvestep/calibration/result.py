@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings as python_warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -97,6 +97,13 @@ class Calibration:
         from curvestep.report.results import calibration, draw_charts
 
         return draw_charts([calibration(self)], title=title, note=words.headline(self))
+
+    def doubted(self, kind: str) -> Calibration:
+        """The same with one more warning, whose sentence is known by its kind, and the trust that is left."""
+        if any(note.kind == kind for note in self.warnings):
+            return self
+        notes = (*self.warnings, words.noted(kind))
+        return replace(self, warnings=notes, confidence=words.confidence(notes))
 
     def apply(self, optimizer: Optimizer, *others: Any) -> None:
         """Set the learning rates of optimizers and their schedulers, and a threshold that has none.

@@ -239,7 +239,7 @@ class Calibrate(Callback):
 
     By then the model is on its device, wrapped and in its precision, and optimizer, schedulers and data are
     there. ``lr``, ``initial_lr`` and the schedulers' ``base_lrs`` are set, and ``max_norm`` where the
-    optimizer clips and has none; a resumed run keeps what it has. It takes about 80 gradients; model, data
+    optimizer clips and has none; a resumed run keeps what it has. It takes about 230 gradients; model, data
     loader and random states stay as they were.
 
     Args:

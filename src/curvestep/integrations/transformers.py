@@ -55,6 +55,7 @@ from transformers.trainer_utils import get_last_checkpoint  # noqa: E402
 
 STATE = "curvestep.json"  # in a checkpoint's folder
 PRINTERS = (PrinterCallback, ProgressCallback)
+ANY_NUM_STEPS = 1000  # of a run, to ask whether a share of it is warm-up
 
 
 class SmoothnessCallback(StepMeasurement, TrainerCallback):
@@ -352,7 +353,7 @@ def _calibrate(trainer: Trainer, schedule: str | None, budget: float | None) -> 
     training = model.training
     try:
         with unmoved(loader):
-            return trials.calibrate(
+            found = trials.calibrate(
                 parallel.train(),
                 loss_of_batch,
                 Readable(batches),
@@ -363,6 +364,9 @@ def _calibrate(trainer: Trainer, schedule: str | None, budget: float | None) -> 
                 budget=budget,
                 progress=False,
             )
+        if schedule == "warmup-decay" and args.get_warmup_steps(ANY_NUM_STEPS) == 0:
+            return found.doubted("no-warmup")
+        return found
     finally:
         model.train(training)
         if hasattr(loader, "end"):  # of Accelerate's, which counts the loaders that are being read
