@@ -64,11 +64,11 @@ def test_chart_has_every_trial_and_the_choice():
     cal = make_calibration(budget=48)
     chart = calibration_chart(cal)
     trials, chosen = chart.series
-    assert trials.x.tolist() == [trial.lr for trial in cal.trials]
-    assert trials.y.tolist() == [trial.gain for trial in cal.trials]
-    assert np.subtract(*trials.band[::-1]).tolist() == pytest.approx(
-        [2 * trial.error for trial in cal.trials]
-    )
+    made = [trial for trial in cal.trials if math.isfinite(trial.gain)]
+    assert len(made) >= 2
+    assert trials.x.tolist() == [trial.lr for trial in made]
+    assert trials.y.tolist() == [trial.gain for trial in made]
+    assert np.subtract(*trials.band[::-1]).tolist() == pytest.approx([2 * trial.error for trial in made])
     assert set(chosen.x) == {cal.lr}
     assert chart.x.log
 
