@@ -33,6 +33,7 @@ GOOD = {
     "efficiency": 0.7,
     "start_factor": 2.0,
     "floor": math.nan,
+    "stable_lr": 100.0,
 }
 
 

@@ -1,4 +1,4 @@
-"""Ten planted faults, trained: each is named for what the trace can show, and none is told to keep."""
+"""Ten planted faults, trained: each is named for what the trace can show, and none gets NO SIGN."""
 
 import pytest
 import torch
@@ -58,13 +58,13 @@ def test_a_planted_fault_is_named(fault, options):
     advice = advise(trained(**change, **options))
     assert advice.action in actions
     assert (advice.lr is not None) == has_lr
-    assert {"no zero_grad": "`.grad`", "bad batch": "look at the data of steps"}.get(
+    assert {"no zero_grad": "`.grad`", "bad batch": "look at the data and the loss of steps"}.get(
         fault, ""
     ) in advice.verdict
 
 
-def test_a_healthy_run_is_kept():
-    assert advise(trained()).action == "keep"
+def test_a_healthy_run_gets_no_sign():
+    assert advise(trained()).action == "no sign"
 
 
 def test_a_probe_is_as_good_as_its_trace():

@@ -15,7 +15,7 @@ def test_a_result_at_a_prompt_is_one_short_line_with_its_numbers(shown):
     )
     assert repr(shown["advice"]) == f"<Advice: {shown['advice'].verdict}>"
     assert f"lr {shown['calibration'].lr:.3g}" in repr(shown["calibration"])
-    assert repr(cs.Advice(action="keep", kind="no-sign", verdict="why " * 90)).endswith("why …>")
+    assert repr(cs.Advice(action="no sign", kind="no-sign", verdict="why " * 90)).endswith("why …>")
 
 
 def test_a_notebook_shows_a_table_with_everything_that_is_printed(shown):

@@ -39,7 +39,7 @@ def test_words_are_explained_once_a_text():
     ],
 )  # fmt: skip
 def test_the_code_to_copy_makes_the_optimizer_that_is_advised(optimizer, max_norm, code):
-    advice = Advice(action="keep", kind="no-sign", verdict="", lr=0.01, max_norm=max_norm)
+    advice = Advice(action="no sign", kind="no-sign", verdict="", lr=0.01, max_norm=max_norm)
     assert code_for(advice, RunView(name="", setting="", header=optimizer)) == code
     if code:
         made = {"model": nn.Linear(2, 2), "cs": cs, "torch": torch}

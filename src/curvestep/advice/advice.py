@@ -6,7 +6,6 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import geometric_mean
 from textwrap import shorten
 from typing import TYPE_CHECKING
 
@@ -28,7 +27,7 @@ MOST_LINES = 8
 class Advice:
     """Recommendation of :func:`advise`; ``print`` it for eight lines, ``print(advice.details())`` for all.
 
-    ``action`` is ``"keep"``, ``"raise"``, ``"lower"``, ``"diverged"``, ``"stuck"``, ``"data"`` (a batch or
+    ``action`` is ``"no sign"``, ``"raise"``, ``"lower"``, ``"diverged"``, ``"stuck"``, ``"data"`` (a batch or
     the loss was not finite), ``"cannot tell"``, or ``"take"`` (one of several settings); ``kind`` is the
     condition that led to it. ``lr`` is what to run next, the peak of a schedule if ``lr_is_peak``, None where
     no number would help; ``max_norm`` goes with it, of NormalizedSGD the offset, inf for none. ``verdict`` is
@@ -86,7 +85,7 @@ def advise(*runs: Source | Sequence[Source]) -> Advice:
         >>> for step in range(20):
         ...     _ = trace.append({"step": step, "loss": 3 - step / 50, "lr": 0.02, "kappa": 0.05})
         >>> print(advise(trace).verdict)
-        RAISE lr 0.02 -> 0.12
+        RAISE lr 0.02 -> 0.06
     """
     traces = [trace for run in runs for trace in _traces_of(run)]
     if not traces:
@@ -116,7 +115,7 @@ def _from_run(run: Outcome, condition: Condition, lr: float | None = None) -> Ad
         action=condition.action,
         kind=condition.kind,
         lr=lr,
-        max_norm=None if lr is None else run.max_norm,
+        max_norm=None if lr is None or math.isnan(run.max_norm) else condition.next_max_norm(run),
         verdict=words.verdict_on(condition, run, lr),
         reasons=words.reasons_for(condition, run),
         warnings=words.warnings_about(run),
@@ -146,7 +145,7 @@ def _from_several(traces: list[Trace]) -> Advice:
         action=TAKE,
         kind="best-setting",
         lr=best.outcome.lr,
-        max_norm=best.outcome.max_norm,
+        max_norm=None if math.isnan(best.outcome.max_norm) else best.outcome.max_norm,
         verdict=words.verdict_on_settings(best, settings, following),
         reasons=words.reasons_for_settings(best, settings),
         warnings=left_out,
@@ -171,8 +170,7 @@ def _from_seeds(setting: Setting, left_out: tuple[Note, ...]) -> Advice:
             reasons=words.reasons_for_seeds(setting),
             warnings=left_out,
         )
-    rates = [run.next_lr for run in agreeing if run.next_lr]
-    lr = geometric_mean(rates) if rates else None
+    lr = setting.common_lr
     # The run whose own answer is nearest to the common one explains it.
     typical = min(agreeing, key=lambda run: abs(math.log((run.next_lr or 1.0) / (lr or 1.0))))
     advice = _from_run(typical.outcome, typical.condition, lr)

@@ -7,9 +7,20 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
-from curvestep.advice.decision import CANNOT_TELL, DATA, DIVERGED, KEEP, LOWER, RAISE, STUCK, Condition
+from curvestep.advice.decision import (
+    CANNOT_TELL,
+    DATA,
+    DIVERGED,
+    LOWER,
+    MOSTLY_CLIPPED,
+    NO_SIGN,
+    RAISE,
+    STUCK,
+    Condition,
+)
 from curvestep.advice.outcome import Outcome
 from curvestep.notes import Note
+from curvestep.optimizer_family import Family
 from curvestep.trace.schema import LEAST_ROWS
 
 if TYPE_CHECKING:
@@ -19,14 +30,14 @@ MOST_LISTED = 10  # settings
 
 # By the kind of a condition, else by its action.
 VERDICTS = {
-    KEEP: "KEEP {setting}: no sign that it is more than 10 times too high or too low.",
+    NO_SIGN: "NO SIGN against {setting}. One run does not show whether another lr is better.",
     RAISE: "RAISE {change}",
     LOWER: "LOWER {change}",
-    DIVERGED: "DIVERGED: run calibrate, or lower {change}",
-    "not-finite": "DIVERGED by step {run.nonfinite_at}: run calibrate, or lower {change}",
-    STUCK: "STUCK: run calibrate, or lower {change}",
-    DATA: "DATA: look at the data of {steps}, and at the loss. lr does not look like the cause.",
-    "no-progress": "STUCK: the loss hardly fell, and not because of lr. Look at labels, inputs and model.",
+    DIVERGED: "DIVERGED: lower {change}, or run calibrate",
+    "not-finite": "DIVERGED by step {run.nonfinite_at}: lower {change}, or run calibrate",
+    STUCK: "STUCK: lower {change}, or run calibrate",
+    DATA: "DATA: look at the data and the loss of {steps}. Until then the loss was falling.",
+    "no-progress": "STUCK: steps lower the loss of their own batches only. Check labels, inputs and model.",
     "no-rows": "CANNOT TELL: no step was measured. Call `probe.watch`, `probe.record` and `optimizer.step`.",
     "no-loss": "CANNOT TELL: no row has a loss. Hand it to the probe: `probe.record(loss_fn)`.",
     "no-lr": "CANNOT TELL: no row has lr. Let the probe see the optimizer: `probe.watch(optimizer)`.",
@@ -37,30 +48,31 @@ VERDICTS = {
     "not-comparable": "CANNOT TELL: these runs differ in {difference}. Ask about one task and optimizer.",
     "seeds-disagree": "CANNOT TELL: runs of one setting say {answers}. Train another seed.",
 }
+# Without progress nothing is said about whether training goes well.
+NO_PROGRESS_SIGN = "NO SIGN that {setting} is unstable. The loss was not taken for a measure of progress."
 # Why a run of several decides nothing.
 LEFT_OUT = {
     "differs": "It differs in {fact}",
     "running": "It still runs, with {fact} steps so far",
     "ended-early": "It ended early, after {fact} steps",
-    "no-loss": "It has no loss to compare at its end",
-}
-# What follows from how steps went, by the kind of the condition.
-STEPS_WENT = {
-    "inefficient": "Steps are too long, or gradients add up: is `zero_grad` called?",
-    "short-steps": "Steps are short.",
+    "no-loss": "It has no value to compare",
 }
 
 
-def verdict_on(condition: Condition, run: Outcome, lr: float | None = None) -> str:
+def verdict_on(condition: Condition, run: Outcome, lr: float | None = None, *, progress: bool = True) -> str:
     """One line to act on: the answer in capitals, the old value and the new one, this run's own if none."""
     lr = lr or condition.next_lr(run)
     rate = rate_name(run.scheduled)
     change = f"{rate} {run.lr:.3g} -> {lr:.3g}" if lr else rate
+    if condition.widens:
+        change = f"max_norm {run.max_norm:.3g} -> {condition.next_max_norm(run):.3g}, at {rate} {run.lr:.3g}"
     first_bad = run.finite_until + 1
     steps = f"step {first_bad}"
     if first_bad != run.nonfinite_at:
         steps = f"steps {first_bad} to {run.nonfinite_at}"
     template = VERDICTS.get(condition.kind) or VERDICTS[condition.action]
+    if condition.action == NO_SIGN and not progress:
+        template = NO_PROGRESS_SIGN
     return template.format(
         setting=setting_name(run),
         change=change,
@@ -72,50 +84,54 @@ def verdict_on(condition: Condition, run: Outcome, lr: float | None = None) -> s
 
 
 def reasons_for(condition: Condition, run: Outcome) -> tuple[Note, ...]:
-    """Reasons of the verdict, a line each: the loss, the steps, the start, clipping, what to do next."""
+    """Reasons of the verdict, a line each: the loss, the steps, their limit, clipping, what to do next."""
     if condition.action == CANNOT_TELL:
         return ()
     notes = []
     if run.num_losses:
-        ends = f"{run.first_loss:.3g} -> {run.last_loss:.3g}"
-        highest = "not finite" if math.isinf(run.highest_loss) else f"{run.highest_loss:.3g}"
-        notes.append(Note("loss", f"in training {ends}, highest {highest}"))
+        highest = "a value that is not finite" if math.isinf(run.highest_loss) else f"{run.highest_loss:.3g}"
+        text = (
+            f"training loss goes from {run.first_loss:.3g} to {run.last_loss:.3g}; the highest is {highest}"
+        )
+        notes.append(Note("loss", text))
     if math.isfinite(run.kappa):
-        notes.append(Note("steps", _steps(condition, run)))
-    if run.start_factor > 0 and condition.action != KEEP:
-        longest = f"{run.start_factor:.2g} times their length"
-        notes.append(Note("start", f"at first, steps work up to {longest}"))
+        notes.append(Note("steps", _steps(run)))
+    if condition.action in (LOWER, STUCK) and run.start_factor < 1:
+        text = f"in the first steps, {run.start_factor:.2g} of the step at {rate_name(run.scheduled)} still works"
+        notes.append(Note("start", text))
+    if condition.action in (RAISE, NO_SIGN) and math.isfinite(run.stable_lr):
+        text = f"the largest measured sharpness is stable up to lr {run.stable_lr:.3g}"
+        notes.append(Note("stability", text))
     if run.clipped >= 0:
         notes.append(Note("clipping", _clipping(run)))
-    if condition.action in (KEEP, RAISE, LOWER):
-        following = "one run says no more: run calibrate, or give two runs, advise(a, b)"
-        notes.append(Note("next", following))
+    if run.num_spikes:
+        text = f"{run.num_spikes} gradient norms stand out, the largest at step {run.worst_spike}"
+        notes.append(Note("spikes", text))
+    if condition.action in (NO_SIGN, RAISE, LOWER):
+        text = "run calibrate, or train a second lr and call advise(first, second)"
+        if condition.action == RAISE:
+            text = "train again and ask again; one answer raises by ten times at most"
+        notes.append(Note("next", text))
     return tuple(notes)
 
 
-def _steps(condition: Condition, run: Outcome) -> str:
+def _steps(run: Outcome) -> str:
     """What a step of the run does to loss and gradient."""
-    effects = []
+    text = f"a step changes the gradient by {run.kappa:.2g} of its norm"
     if run.efficiency >= 0:  # else it rose, or is not known
-        effects.append(f"achieves {run.efficiency:.0%} of the predicted fall of the loss")
-    effects.append(f"changes the gradient by {run.kappa:.2g} of its norm")
-    effect = f"a step {' and '.join(effects)}"
-    if condition.kind not in STEPS_WENT:
-        return effect
-    return f"{effect}. {STEPS_WENT[condition.kind]}"
+        text += f". It lowers the loss of its batch by {run.efficiency:.0%} of what the slope predicts"
+    return text
 
 
 def _clipping(run: Outcome) -> str:
     """How many steps were clipped, and what that does."""
     if run.clipped == 0:
-        return "no step was clipped"
-    if run.family.is_adaptive:
-        effect = "Adam rescales them, so max_norm does little"
-    elif run.threshold != "max_norm":
-        effect = f"this is the {run.threshold}, which shortens the others less"
-    else:
-        effect = "for these only lr x max_norm counts"
-    return f"about {run.clipped:.0%} of the steps are clipped, at {run.max_norm:.3g}; {effect}"
+        return "no measured step was clipped"
+    where = f" at {run.threshold} {run.max_norm:.3g}" if math.isfinite(run.max_norm) else ""
+    text = f"about {run.clipped:.0%} of the steps were clipped{where}"
+    if run.clipped >= MOSTLY_CLIPPED and run.family is Family.SGD and run.threshold == "max_norm":
+        text += "; the length of these is lr x max_norm"
+    return text
 
 
 def warnings_about(run: Outcome) -> tuple[Note, ...]:
@@ -127,6 +143,12 @@ def warnings_about(run: Outcome) -> tuple[Note, ...]:
             "Is `scheduler.step()` called?"
         )
         notes.append(Note("idle-schedule", text))
+    if run.num_rows and not run.from_start:
+        text = (
+            f"The rows begin at step {run.first_step}, so the sharpest directions may not show. "
+            "Probe the next run from its start."
+        )
+        notes.append(Note("late-rows", text))
     # Under Adam a threshold does nothing.
     if not run.family.is_adaptive and run.floor > run.max_norm / 2:
         text = (
@@ -151,7 +173,7 @@ def reasons_for_settings(best: Setting, settings: Sequence[Setting]) -> tuple[No
     notes = []
     ties = [setting_name(setting.outcome) for setting in ranked if setting.ties_with(best)]
     if ties:
-        notes.append(Note("tie", f"As good within noise (two standard errors): {'; '.join(ties[:3])}."))
+        notes.append(Note("tie", f"within two standard errors of it: {'; '.join(ties[:3])}."))
     for setting in ranked[:MOST_LISTED]:
         notes.append(Note("setting", f"{setting_name(setting.outcome)}: {_ending(setting)}"))
     if len(ranked) > MOST_LISTED:
@@ -176,9 +198,9 @@ def reasons_for_seeds(setting: Setting) -> tuple[Note, ...]:
 def notes_on_left_out(left_out: Iterable[LeftOut]) -> tuple[Note, ...]:
     """A note for each run that decides nothing."""
     notes = []
-    for run, kind, fact in left_out:
+    for run, kind, fact, planned in left_out:
         reason = LEFT_OUT[kind].format(fact=fact)
-        notes.append(Note(kind, f"{run.name} ({setting_name(run.outcome)}) decides nothing. {reason}."))
+        notes.append(Note(kind, f"{run.name} ({setting_name(planned)}) decides nothing. {reason}."))
     return tuple(notes)
 
 
@@ -189,7 +211,7 @@ def rate_name(scheduled: bool) -> str:
 
 def setting_name(run: Outcome) -> str:
     """The setting as a person writes it."""
-    clip = "" if math.isinf(run.max_norm) else f", {run.threshold} {run.max_norm:.3g}"
+    clip = "" if not math.isfinite(run.max_norm) else f", {run.threshold} {run.max_norm:.3g}"
     return f"{rate_name(run.scheduled)} {run.lr:.3g}{clip}"
 
 

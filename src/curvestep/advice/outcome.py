@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from curvestep.optimizer_family import Family
 from curvestep.steps import LEAST_FALL
+from curvestep.trace.columns import is_number
 from curvestep.trace.history import (
     clipped_share,
     finite_max,
@@ -21,9 +22,10 @@ from curvestep.trace.history import (
     threshold_name,
     typical,
 )
-from curvestep.trace.schema import FAILED, LEAST_ROWS, NONFINITE
+from curvestep.trace.schema import ESTIMATORS, FAILED, LEAST_ROWS, NONFINITE
 from curvestep.trace.trace import Trace
 
+LOST_RISE = 2.0  # of the loss above the first, in units of the first: to three times of it
 FEW_ROWS = 5  # that a mean is taken over at least, and that belong to the start at most
 NORMAL_SPREAD = 1.05  # standard deviation over the median distance of neighbours, of normal noise
 
@@ -35,12 +37,15 @@ class SettingFacts:
     family: Family  # how its optimizer steps
     lr: float  # the largest, of a schedule the peak that was set
     scheduled: bool  # whether lr changed by more than a tenth
-    max_norm: float  # at which steps were clipped; inf if none was
+    max_norm: float  # the threshold of clipping; inf without one, NaN if it is not known
     threshold: str = "max_norm"  # what the optimizer calls it; by another name, its rule is no plain clip
     clipped: float  # share of the steps
     floor: float  # gradient norm below which clipping keeps noisy steps from getting, at worst
     in_eval_mode: bool
     idle_peak: float = math.nan  # the schedule's, where lr stayed at less than half of it and never changed
+    first_step: int = 0  # of the rows
+    num_spikes: int = 0  # of the gradient norm, as the optimizer logged them
+    worst_spike: int = -1  # the step of the largest
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +60,7 @@ class LossFacts:
     end_rise: float  # likewise of the last row's batch after its step, for which a run may have been ended
     peak_rise: float  # likewise of the highest of the rows
     stood_still: bool  # no fall that noise does not explain, though steps lowered their own batches enough
+    starts_about_zero: bool = False  # the first rows have both signs, as a policy's loss does
     noise: float  # standard deviation of a row's loss about its neighbours, were it normal
     nonfinite_at: int | None  # first measured step, counted from one, whose loss or gradient is not finite
     finite_until: int  # last measured step before it; 0 if there is none
@@ -70,6 +76,11 @@ class StepFacts:
     agreement: float  # cosine of late steps with their batch's descent: with momentum noise turns them away
     efficiency: float  # fall of a batch's loss in its step over what a straight line predicts, likewise
     start_factor: float  # largest working step at the start over the step that the peak lr takes there
+    from_start: bool = True  # whether the rows begin with the run
+    stable_lr: float = (
+        math.nan
+    )  # below the stability limit of every sharpness in the rows; NaN if none is known
+    has_spectral: bool = False  # whether it counts directions that no step took
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,7 +106,11 @@ def _setting(trace: Trace) -> SettingFacts:
     if threshold != "max_norm":  # it shortens every step, by a rule without a corner
         older = header_number(header, "offset", missing=max_norm)
         max_norm = header_number(header, "max_norm", missing=older)
-    elif clipped > 0:
+    elif header.get("clipping") == "norm":
+        max_norm = header_number(header, "max_norm", missing=max_norm)
+    elif _is_oracle(header) and clipped > 0:
+        max_norm = math.nan  # these norms are not those that were clipped
+    if threshold == "max_norm" and clipped > 0:
         floor = _floor_of_clipping(typical(trace.column("noise")), max_norm)
     return SettingFacts(
         family=optimizer_family(trace),
@@ -107,7 +122,22 @@ def _setting(trace: Trace) -> SettingFacts:
         floor=floor,
         in_eval_mode=header.get("training_mode") is False,
         idle_peak=_idle_peak(trace),
+        first_step=int(finite_min(trace.column("step")[:1])) if len(trace) and trace.ok.any() else 0,
+        **_spike_facts(trace),
     )
+
+
+def _spike_facts(trace: Trace) -> dict[str, int]:
+    spikes = [spike for spike in trace.spikes if is_number(spike.get("grad_norm"))]
+    if not spikes:
+        return {}
+    worst = max(spikes, key=lambda spike: spike["grad_norm"])
+    return {"num_spikes": len(spikes), "worst_spike": int(worst["step"])}
+
+
+def _is_oracle(header: Mapping[str, object]) -> bool:
+    """Whether rows were measured on other batches than training's."""
+    return header.get("measured_on") not in (None, "training batch")
 
 
 def _idle_peak(trace: Trace) -> float:
@@ -153,7 +183,8 @@ def _loss_curve(trace: Trace) -> LossFacts:
         rise=(last - first) / scale,
         end_rise=(finite_mean(after) - first) / scale,
         peak_rise=(highest - first) / scale,
-        stood_still=_promised_fall(trace) > clear and not fell,
+        stood_still=_promised_fall(trace) > max(clear, scale / 2) and not fell,
+        starts_about_zero=finite_min(loss[:LEAST_ROWS]) < 0 < finite_max(loss[:LEAST_ROWS]),
         noise=noise,
         nonfinite_at=int(step[nonfinite[0]]) + 1 if len(nonfinite) else None,
         finite_until=int(np.max(sound, initial=-1)) + 1,
@@ -202,14 +233,48 @@ def _steps(trace: Trace) -> StepFacts:
     # Without training's own loss the row holds that after the step, twice: then the trapezoidal rule.
     if not np.nanmax(np.abs(fall[late]), initial=0.0) > 0:
         fall = promise - trace.column("curvature") * length**2 / 2
+    step = trace.column("step")
     return StepFacts(
         num_rows=int(measured.sum()),
         failure=next(iter(trace.column("status")[trace.failed]), "").removeprefix(FAILED),
         kappa=typical(kappa[late]),
         agreement=typical(cosine[late]),
-        efficiency=typical(fall[late]) / typical(promise[late]),
+        efficiency=_efficiency(typical(fall[late]), typical(promise[late])),
         start_factor=_start_factor(trace, kappa, fall / promise, share),
+        from_start=bool(np.all(step[:1] == 0)),
+        stable_lr=finite_min(_stable_rates(trace, kappa)[: _rows_near_start(trace)]),
+        has_spectral=bool(np.isfinite(trace.column("spectral_smoothness")).any()),
     )
+
+
+def _efficiency(fall: float, promise: float) -> float:
+    """The share of the promise that was kept; NaN where steps go uphill, as with much momentum."""
+    return fall / promise if promise > 0 else math.nan
+
+
+def _stable_rates(trace: Trace, kappa: np.ndarray) -> np.ndarray:
+    """The lr at which the sharpness of each row is at the limit of stability; NaN where it is not known."""
+    family = optimizer_family(trace)
+    limit = trace.column("optimizer_limit")
+    sharpness = [trace.column("optimizer_smoothness")]
+    if family.is_descent:
+        beta = header_number(trace.header, "momentum", missing=0.0)
+        limit = np.where(np.isfinite(limit), limit, 2 * (1 + beta))
+        sharpness += [trace.column(name) for name in ESTIMATORS]
+    if family is Family.SGD:
+        sharpness.append(kappa / trace.column("lr"))  # of a row that has nothing else
+    step_of_lr = 1.0
+    if threshold_name(trace) != "max_norm":  # its lr is no factor on the gradient
+        step_of_lr = trace.column("step_norm") / trace.column("grad_norm") / trace.column("lr")
+    return limit / (np.fmax.reduce(sharpness) * step_of_lr)
+
+
+def _rows_near_start(trace: Trace) -> int:
+    """How many rows come before the loss has risen far: beyond, sharpness is that of another place."""
+    loss = trace.column("loss")
+    first = finite_mean(loss[np.isfinite(loss)][:1])
+    far = np.flatnonzero(loss - first > (LOST_RISE * abs(first)))
+    return int(np.min(far, initial=len(loss)))
 
 
 def _start_factor(trace: Trace, kappa: np.ndarray, efficiency: np.ndarray, share: np.ndarray) -> float:

@@ -6,11 +6,22 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from statistics import geometric_mean
 from typing import NamedTuple
 
 import numpy as np
 
-from curvestep.advice.decision import CANNOT_TELL, DIVERGED, DOWN, LR_FACTOR, SAME, STUCK, Condition, decide
+from curvestep.advice.decision import (
+    CANNOT_TELL,
+    DIVERGED,
+    DOWN,
+    LR_FACTOR,
+    SAME,
+    STABLE_SHARE,
+    STUCK,
+    Condition,
+    decide,
+)
 from curvestep.advice.outcome import Outcome, outcome_of
 from curvestep.trace.history import difference_of, end_of_run, ends_finite, header_number, task_facts
 from curvestep.trace.run import RUNNING as RUN_GOES_ON, read_status
@@ -20,6 +31,9 @@ from curvestep.trace.trace import TRACE, Trace
 # shorter ones ended; under a schedule the loss ends lower the further it went.
 LEAST_SHARE = 0.5
 LEAST_SHARE_OF_SCHEDULE = 0.9
+
+CLEAR_SHARE = 0.8  # of the fall of the best: a setting that reaches less is clearly worse
+LEAST_BEYOND = 1.4  # times the largest lr that was tried: less is no new setting
 
 # Why a run decides nothing.
 DIFFERS = "differs"
@@ -100,6 +114,12 @@ class Setting:
         return tuple(run for run in voices if run.condition.direction in majority)
 
     @property
+    def common_lr(self) -> float | None:
+        """What follows from the runs of this setting alone: the geometric mean; None for no number."""
+        rates = [run.next_lr for run in self.agreeing if run.next_lr]
+        return geometric_mean(rates) if rates else None
+
+    @property
     def got_nowhere(self) -> bool:
         """Whether most of its runs diverged or never moved."""
         nowhere = [run for run in self.runs if run.condition.action in (DIVERGED, STUCK)]
@@ -112,6 +132,7 @@ class LeftOut(NamedTuple):
     run: JudgedRun
     kind: str
     fact: str  # in what it differs from the others, or how many steps it has taken
+    planned: Outcome  # with the peak of its schedule, which it may not have reached
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -143,9 +164,10 @@ def compare(traces: Sequence[Trace]) -> Comparison:
         if not kind:
             complete.append(k)
         elif kind == DIFFERS:
-            left_out.append(LeftOut(run, kind, difference_of(facts[alike[0]], facts[k])))
+            left_out.append(LeftOut(run, kind, difference_of(facts[alike[0]], facts[k]), run.outcome))
         else:
-            left_out.append(LeftOut(run, kind, _steps_taken(traces[k])))
+            planned = _as_planned(run.outcome, traces[k])
+            left_out.append(LeftOut(run, kind, _steps_taken(traces[k]), planned))
     horizon = min(
         (traces[k].column("step")[-1] for k in complete if ends_finite(traces[k])), default=math.inf
     )
@@ -153,7 +175,7 @@ def compare(traces: Sequence[Trace]) -> Comparison:
     for k in complete:
         run = _with_loss(runs[k], traces[k], horizon)
         if math.isnan(run.loss):
-            left_out.append(LeftOut(run, NO_LOSS, _steps_taken(traces[k])))
+            left_out.append(LeftOut(run, NO_LOSS, _steps_taken(traces[k]), run.outcome))
         else:
             key = (f"{run.outcome.lr:.3g}", f"{run.outcome.max_norm:.2g}", run.outcome.scheduled)
             seeds[key].append(run)
@@ -202,6 +224,12 @@ def _is_running(trace: Trace) -> bool:
         return False
 
 
+def _as_planned(outcome: Outcome, trace: Trace) -> Outcome:
+    """The facts with the peak of the schedule."""
+    peak = header_number(trace.header, "peak_lr", missing=outcome.lr)
+    return replace(outcome, lr=max(peak, outcome.lr))
+
+
 def _reach(trace: Trace) -> float:
     """The step at which the next row would have come."""
     step = trace.column("step")
@@ -221,7 +249,11 @@ def _with_loss(run: JudgedRun, trace: Trace, horizon: float) -> JudgedRun:
 
 
 def next_lr(best: Setting, settings: Sequence[Setting]) -> float | None:
-    """The middle of a wide gap beside the best; else, at an end of what was tried, three times or a third."""
+    """What no run tried: the middle of a wide gap beside the best, or what lies beyond the last setting.
+
+    Beyond an end, the runs of the best say how far to go. If they do not, lr moves by a factor of three
+    where the setting beside it is clearly worse. Nothing goes beyond the stability that their rows show.
+    """
     lr = best.outcome.lr
     rates = sorted({setting.outcome.lr for setting in settings if setting.outcome.lr > 0})
     if lr not in rates:
@@ -231,8 +263,23 @@ def next_lr(best: Setting, settings: Sequence[Setting]) -> float | None:
     far = max(beside, key=lambda rate: abs(math.log(rate / lr)))
     if not LR_FACTOR**-3 < far / lr < LR_FACTOR**3:
         return math.sqrt(lr * far)
-    if lr == rates[0]:
-        return lr / LR_FACTOR
-    if lr == rates[-1] and not best.got_nowhere:
-        return lr * LR_FACTOR
-    return None
+    if 0 < place < len(rates) - 1 or len(rates) == 1 or best.got_nowhere:
+        return None
+    is_low = place == 0
+    alone = best.common_lr
+    further = lr if alone is None else alone
+    if not (further < 0.99 * lr if is_low else further > 1.01 * lr):
+        if not _clearly_worse(beside[1 if is_low else 0], best, settings):
+            return None
+        further = lr / LR_FACTOR if is_low else lr * LR_FACTOR
+    limit = min(STABLE_SHARE * run.outcome.stable_lr for run in best.runs)
+    if limit < further:  # not where it is not known
+        further = limit
+    return further if is_low or further > LEAST_BEYOND * lr else None
+
+
+def _clearly_worse(rate: float, best: Setting, settings: Sequence[Setting]) -> bool:
+    """Whether the settings with this lr miss a good part of the fall of the best."""
+    first = best.outcome.first_loss
+    losses = [setting.loss for setting in settings if setting.outcome.lr == rate]
+    return not first - min(losses) >= CLEAR_SHARE * (first - best.loss)

@@ -107,7 +107,7 @@ def how_sure(task: Task, ties: list[str]) -> str:
     view, *others = task.runs
     if others:
         return " ".join([f"{len(task.runs)} runs are compared by their final training loss.", *ties])
-    return f"one run of {len(view.measured['step']):,} measurements cannot rank lr within a factor of 10."
+    return f"one run of {len(view.measured['step']):,} measurements cannot compare learning rates."
 
 
 def code_for(advice: Advice, view: RunView) -> str:
@@ -115,7 +115,7 @@ def code_for(advice: Advice, view: RunView) -> str:
 
     Example:
         >>> advice = Advice(
-        ...     action="keep", kind="no-sign", verdict="", lr=0.003, max_norm=0.92, lr_is_peak=True
+        ...     action="no sign", kind="no-sign", verdict="", lr=0.003, max_norm=0.92, lr_is_peak=True
         ... )
         >>> header = {"optimizer": "AdamW", "weight_decay": 0.1}
         >>> print(code_for(advice, RunView(name="", setting="", header=header)))
