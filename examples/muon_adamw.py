@@ -1,8 +1,8 @@
 """Muon for the hidden matrices, AdamW for the rest, and a clip for AdamW alone.
 
-Muon makes the gradient orthogonal: its steps have one length, however long the gradient is. To clip its
-gradient changes nothing. To clip its *update*, as DeepSpeed does by default (DeepSpeed#8439), divides every
-step by a number that grows with the model. And a norm over both would clip AdamW by the gradients of Muon.
+Muon makes the gradient orthogonal, so a step has the same length however long the gradient is. Clipping its
+gradient changes nothing. DeepSpeed clips its *update* by default (DeepSpeed#8439). That divides every step by a
+number that grows with the model. A norm over both would clip AdamW because of Muon's gradients.
 
 python examples/muon_adamw.py [steps]
 """
@@ -18,13 +18,14 @@ from torch.nn import functional as F
 import curvestep as cs
 
 num_steps = int(sys.argv[1]) if len(sys.argv) > 1 else 300
+LR = 0.02  # of Muon
 torch.manual_seed(0)
 width = 64
 wide, narrow = nn.Linear(width, 256), nn.Linear(256, width)
 model = nn.Sequential(nn.Embedding(64, width), wide, nn.GELU(), narrow, nn.Linear(width, 64))
 hidden = [wide.weight, narrow.weight]
 rest = [p for p in model.parameters() if all(p is not matrix for matrix in hidden)]
-muon = torch.optim.Muon(hidden, lr=0.02, weight_decay=0.0)
+muon = torch.optim.Muon(hidden, lr=LR, weight_decay=0.0)
 adamw = torch.optim.AdamW(rest, lr=3e-3)
 clip = cs.clip(adamw, max_norm=0.1)  # Muon is left alone
 
@@ -42,7 +43,7 @@ def length_of_step(factor: float) -> float:
         assert matrix.grad is not None
         copied.grad = factor * matrix.grad
     before = [matrix.detach().clone() for matrix in matrices]
-    torch.optim.Muon(matrices, lr=0.02, weight_decay=0.0).step()
+    torch.optim.Muon(matrices, lr=LR, weight_decay=0.0).step()
     return cs.clip_grad_norm_(differences(matrices, before), max_norm=float("inf")).item()
 
 
@@ -61,9 +62,9 @@ for step in range(num_steps):
     loss = loss_of_batch()
     loss.backward()
     if step == 0:
-        print(
-            f"a step of Muon: {length_of_step(1.0):.3f}; of 1 % of the gradient: {length_of_step(0.01):.3f}"
-        )
+        length, of_little = length_of_step(1.0), length_of_step(0.01)
+        print(f"a step of Muon: {length:.3f}; of 1 % of the gradient: {of_little:.3f}")
+        print(f"with its update clipped at 1, each step would be {max(1.0, length / LR):.0f} times shorter")
         alone = cs.clip_grad_norm_(rest, max_norm=float("inf"))
         together = cs.clip_grad_norm_([*hidden, *rest], max_norm=float("inf"))
         print(f"gradient norm of AdamW's parameters {alone:.3f}, of all {together:.3f}")

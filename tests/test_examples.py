@@ -63,6 +63,7 @@ def test_clipping_the_gradient_of_muon_changes_nothing():
     words = run_script("examples/muon_adamw.py", 10)
     whole, clipped = re.search(r"a step of Muon: (\S+); of 1 % of the gradient: (\S+)", words).groups()
     assert whole == clipped
+    assert float(re.search(r"would be (\d+) times shorter", words)[1]) > 5
     alone, together = map(float, re.search(r"parameters (\S+), of all (\S+)", words).groups())
     assert alone < 0.9 * together  # Muon's gradients would clip AdamW
     assert "of 10 steps" in words

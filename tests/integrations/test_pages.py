@@ -82,4 +82,4 @@ def test_clip_questions(capsys):
     assert done["optimizer"].clip_stats()["steps"] == 1  # of the last handle
     assert [row["status"] for row in done["probe"].trace] == ["ok"]
     printed = [line for line in capsys.readouterr().out.splitlines() if line]
-    assert len(printed) == 7
+    assert len(printed) == 8
