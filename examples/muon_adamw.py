@@ -1,8 +1,8 @@
 """Muon for the hidden matrices, AdamW for the rest, and a clip for AdamW alone.
 
 Muon makes the gradient orthogonal, so a step has the same length however long the gradient is. Clipping its
-gradient changes nothing. DeepSpeed clips its *update* by default (DeepSpeed#8439). That divides every step by a
-number that grows with the model. A norm over both would clip AdamW because of Muon's gradients.
+gradient changes nothing. DeepSpeed clips its *update* by default (DeepSpeed#8439). That divides every step by
+a number that grows with the model. A norm over both would clip AdamW because of Muon's gradients.
 
 python examples/muon_adamw.py [steps]
 """
