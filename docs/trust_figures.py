@@ -209,7 +209,7 @@ def unpaired_figure() -> tuple[Figure, Numbers]:
     note(left, f"L1 = {fit.L1:.0f}, rank correlation {fit.spearman:.2f}")
     numbers: Numbers = {
         "L1_of_two_batches": fit.L1,
-        "warning_of_two_batches": warning(fit, "Inside steps"),
+        "warning_of_two_batches": warning(fit, "Within steps"),
     }
     fit = points(right, clipped_sgd_on_a_quadratic(**run), "the same batch at both points")
     right.set_ylim(0, 2)

@@ -33,6 +33,6 @@ def test_loss_that_cannot_be_replayed_is_refused():
     )
     run.steps()
     before = own.get_state()
-    with pytest.raises(RuntimeError, match="do not lead where training was"):
+    with pytest.raises(RuntimeError, match="does not lead to the same parameters"):
         run.spikes.explain()
     assert torch.equal(own.get_state(), before)

@@ -52,8 +52,9 @@ def test_the_page_opens_with_the_verdict_of_the_trace(single):
     for word in ("Gradient norm", "Stability margin", "Sharpness"):
         assert f'<abbr title="{page_words.GLOSSARY[word.lower()]}">{word}</abbr>' in text
         assert f"<dt>{word.lower()}</dt><dd>{page_words.GLOSSARY[word.lower()]}</dd>" in text
+    assert "<dt>elasticity</dt>" not in text  # which this page does not use
     plain = re.sub(r"</?abbr[^>]*>", "", text)
-    assert all(note.text in plain for note in advice.reasons)
+    assert all((note.text in plain) == (note.kind != "loss") for note in advice.reasons)
     assert all(
         str(warning) in plain for warning in fit_smoothness(Trace.load(folder / "trace.jsonl")).warnings
     )
@@ -72,13 +73,11 @@ def test_the_page_says_how_many_spikes_there_were_and_where_the_last_was(tmp_pat
 def test_packed_numbers_are_the_trace_to_five_digits(single):
     folder, page = single
     trace, charts = Trace.load(folder / "trace.jsonl"), packed(page.path)
-    points, line, _ = charts["run-0-scatter"]["data"]
+    (points,) = charts["run-0-scatter"]["data"]  # no line: the test within steps cannot tell
     np.testing.assert_allclose(points["x"], trace.column("grad_norm"), rtol=5e-5)
     np.testing.assert_allclose(points["y"], trace.column("smoothness"), rtol=5e-5)
     said = np.array([trace.column(name) for name in ("step", "loss", "lr")]).T
     np.testing.assert_allclose(points["customdata"], said, rtol=5e-5)
-    fit = fit_smoothness(trace)
-    np.testing.assert_allclose(line["y"], fit.L0 + fit.L1 * np.array(line["x"]), rtol=2e-4)
     layers = {one["name"]: one["y"] for one in charts["run-0-layers"]["data"]}
     assert list(layers) == ["decoder", "encoder"]
     smoothness = trace.column("smoothness")

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 import curvestep as cs
+from curvestep.fit.within import Within
 from curvestep.report import page_words, results
 from curvestep.report.charts import run_charts, to_plotly
 from curvestep.report.results import SHOWN_ROWS, thinned, within
@@ -24,9 +25,10 @@ def test_long_series_keep_their_first_and_last_row():
 
 
 def test_the_scatter_holds_points_line_and_frontier(views):
-    chart = next(chart for chart in run_charts(views[0]) if chart.kind == "scatter")
-    points, line, frontier = chart.series
-    fit = views[0].fit
+    cannot_tell = results.scatter(views[0].measured, views[0].fit)
+    assert len(cannot_tell.series) == 1
+    fit = replace(views[0].fit, within=Within(level=0.9, elasticity=1.0, p_value=0.01))
+    points, line, frontier = results.scatter(views[0].measured, fit).series
     np.testing.assert_allclose(line.y, fit.L0 + fit.L1 * line.x)
     # Between the 60 drawn points the concave frontier is a little above its chord.
     assert (np.interp(points.x, frontier.x, frontier.y) >= 0.99 * points.y).all()

@@ -1,6 +1,5 @@
 """Every python block of the page on measuring runs as it stands, one after the other."""
 
-
 import pytest
 import torch
 

@@ -104,7 +104,7 @@ class Autopsy:
             raise TypeError(f"`loss_of_batch` must be a function of a batch, got {loss_of_batch!r}.")
         self.parameters = trainable_parameters(model)
         if communicates(model):
-            raise NotImplementedError("`model` is trained by several processes: steps are kept on one only.")
+            raise NotImplementedError("`model` is trained by several processes; Autopsy works with one.")
         self.model = model
         self.loss_of_batch = loss_of_batch
         self.keep = check_count("keep", keep, least=FEWEST_STEPS + 1)
@@ -143,7 +143,7 @@ class Autopsy:
         for one in stateful:
             if not isinstance(one, Stateful):
                 raise TypeError(
-                    "What steps along with the optimizer must have `state_dict()` and `load_state_dict()`, "
+                    "What is watched beside the optimizer must have `state_dict()` and `load_state_dict()`, "
                     f"got a {type(one).__name__}."
                 )
         remember_names(self.model)
@@ -228,7 +228,7 @@ class Autopsy:
             self._versions = versions_of(self.parameters, self._optimizer)
         else:
             kept = f"Steps {numbers[0]} to {numbers[-1]} are." if numbers else "None is."
-            raise ValueError(f"`step` {step} is not kept, so that nothing was changed. {kept}")
+            raise ValueError(f"`step` {step} is not kept, so nothing was changed. {kept}")
         first = passes[0]
         assert first.state is not None
         assert isinstance(first.loss_fn, KeptLoss)
@@ -263,7 +263,7 @@ class Autopsy:
         for kept in self._steps:
             if not kept.passes:
                 raise RuntimeError(
-                    f"Step {kept.number} was taken without `record(batch)`, so that it cannot be taken again."
+                    f"Step {kept.number} was taken without `record(batch)`, so it cannot be taken again."
                 )
 
     @property

@@ -190,7 +190,7 @@ class Retakes:
         for p, x in zip(self.parameters, point, strict=True):
             if not torch.allclose(p, x.to(p.device), rtol=tolerance, atol=tolerance, equal_nan=True):
                 raise RuntimeError(
-                    "The kept steps, taken again, do not lead where training was, so that none can be "
+                    "Taking the kept steps again does not lead to the same parameters, so no step can be "
                     "explained. Give `record` every batch, let nothing else move the parameters, and let "
                     "`loss_of_batch` draw only from global generators."
                 )

@@ -126,7 +126,7 @@ class _NotTheSameError(Exception):
 def _not_the_same(starts: Sequence[StepStart]) -> str:
     numbers = ", ".join(str(start.number) for start in starts)
     return (
-        "The kept steps, taken again, do not give the same bits. Nothing was changed. There are copies of "
+        "Taking the kept steps again does not give the same bits. Nothing was changed. There are copies of "
         f"steps {numbers}: `rewind` to one of these. Or give `record` every batch and let nothing else move "
         "parameters."
     )

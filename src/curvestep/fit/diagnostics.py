@@ -204,8 +204,8 @@ def noisy_norms(samples: Samples) -> Note | None:
         return None
     return Note(
         "noisy-norms",
-        f"Noise in the gradient norm: it makes {np.median(share):.0%} of the norm. L0 and L1 hold for the "
-        "gradient of a batch; for that of all data they would differ. Use larger batches, or an oracle of "
+        f"Noise in the gradient norm: {np.median(share):.0%} of the norm is noise. L0 and L1 hold for the "
+        "gradient of a batch, not for that of all data. Use larger batches, or an oracle of "
         "fixed ones.",
     )
 

@@ -103,7 +103,7 @@ class SmoothnessFit(Correlations):
     def grows(self) -> bool:
         """Whether smoothness is shown to grow with the gradient norm.
 
-        Inside steps, wherever that could be tested; else across the rows, beyond the control.
+        Within steps, wherever that could be tested; else across the rows, beyond the control.
         """
         if self.within.missing:
             return not self.explained

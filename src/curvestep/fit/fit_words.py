@@ -12,21 +12,20 @@ if TYPE_CHECKING:
 
 # Why there is no answer, and the way out.
 DOUBTS = {
-    "no-secants": "No point inside a step was measured. Measure again with the estimator `smoothness`, "
-    "which does.",
-    "one-layer": "Points inside a step are measured for the whole model, not for one layer. Fit the model.",
-    "no-fractions": "Neither rows nor header name the fractions of the step that were measured. Add "
-    "`fractions` to the header, or measure again.",
-    "no-kappa": "No row says how much a step changes the gradient. Record `kappa` or `step_norm`, or "
+    "no-secants": "No point within a step was measured. Measure again with the estimator `smoothness`.",
+    "one-layer": "Points within a step are measured for the whole model, not for one layer. Fit the model.",
+    "no-fractions": "The trace does not say which fractions of the step were measured. Add `fractions` to "
+    "the header, or measure again.",
+    "no-kappa": "No row says how much its step changes the gradient. Record `kappa` or `step_norm`, or "
     "measure again.",
     "across": "No growth shows, but steps do not follow the gradient (cosine {cosine:.2f}). Along the "
     "gradient it may differ. Measure on the training batch, or with plain SGD.",
-    "one-fraction": "Only one fraction of each step was measured: there is nothing to compare it with. "
+    "one-fraction": "Only one fraction of each step was measured, so there is nothing to compare. "
     "Measure with the probe's own fractions (its default).",
-    "few-rows": "{readable} of {rows} rows were measured at every fraction without trouble, and {least} are "
-    "needed. Measure more steps.",
-    "overshoot": "Steps overshoot: one changes the gradient by {kappa:.2g} times its norm, most of it "
-    "too early. After that the overshoot itself enlarges the gradient. Measure "
+    "few-rows": "The test needs {least} rows that were measured at every fraction; {readable} of {rows} "
+    "were. Measure more steps.",
+    "overshoot": "Steps overshoot: a step changes the gradient by {kappa:.2g} times its norm. "
+    "Beyond the minimum along the step, the overshoot itself enlarges the gradient. Measure "
     "with the probe's own fractions (its default), or with fractions=({first:.2g}, {second:.2g}, 1.0).",
     "alike": "Steps are too short or too similar in {unresolved} of {rows} rows. A step changes the "
     "gradient by {kappa:.2g} of its norm. Measure with a larger lr or max_norm, earlier in training, or in a "
@@ -52,9 +51,9 @@ def laws_alike(exponent: tuple[float, float], gain: tuple[float, float]) -> Note
 
 
 def within_words(within: Within) -> str:
-    """The answer of the test inside steps, in a sentence or two."""
+    """The answer of the test within steps, in a sentence or two."""
     if within.doubt is not None:
-        return f"Inside steps: cannot tell. {within.doubt}"
+        return f"Within steps: cannot tell. {within.doubt}"
     answer = {
         "grows": "sharpness grows with the gradient norm",
         "does-not-grow": "sharpness does not grow with the gradient norm",
@@ -64,13 +63,13 @@ def within_words(within: Within) -> str:
         f"{_size(within)}, shuffled steps show {_rounded(within.zero)}, p {within.p_value:.1g}, "
         f"{within.num_rows} rows"
     )
-    return f"Inside steps: {answer} ({numbers})."
+    return f"Within steps: {answer} ({numbers})."
 
 
 def _size(within: Within) -> str:
     """The elasticity and its interval, where its size is known."""
     if not within.size_known:
-        return "elasticity of unknown size"
+        return "its size cannot be estimated"
     low, high = within.elasticity_interval
     return f"elasticity {_rounded(within.elasticity)} [{_rounded(low)}, {_rounded(high)}]"
 
@@ -97,12 +96,12 @@ def fit_words(fit: SmoothnessFit) -> str:
 
 def _inside(within: Within) -> str:
     if within.doubt is not None:
-        return f"not tested inside steps: {within.doubt.kind.replace('-', ' ')}"
-    test = f"shuffled {within.zero:.2f}, p {within.p_value:.1g}"
+        return f"not tested within steps: {within.doubt.kind.replace('-', ' ')}"
+    test = f"p = {within.p_value:.1g}; shuffled steps show {within.zero:.2f}"
     if not within.size_known:
-        return f"inside steps: of unknown size, {test}"
-    size = f"{within.elasticity:.2f} {span(within.elasticity_interval)}"
-    return f"inside steps: {size}, {test}; 0 = no, 1 = proportionally"
+        return f"within steps, {test}; size cannot be estimated"
+    size = f"elasticity {within.elasticity:.2f} {span(within.elasticity_interval)}"
+    return f"within steps: {size}, {test}; 0 is no growth, 1 is in proportion"
 
 
 def _along(fit: SmoothnessFit) -> str:
@@ -110,10 +109,10 @@ def _along(fit: SmoothnessFit) -> str:
     exponent = f"exponent {fit.exponent:.2f} {span(fit.exponent_interval)}"
     if fit.control is None:
         return f"{rank}, {exponent}"
-    verdict = "no evidence" if fit.explained else "both are more"
+    verdict = "no evidence" if fit.explained else "the run shows more"
     top_rank = fit.control.spearman_interval[1]
     top_exponent = fit.control.exponent_interval[1]
-    control = f"constant curvature shows up to {top_rank:.2f} and {top_exponent:.2f}: {verdict}"
+    control = f"a constant Hessian reaches {top_rank:.2f} and {top_exponent:.2f}: {verdict}"
     return f"{rank}, {exponent}; {control}"
 
 

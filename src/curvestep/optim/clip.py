@@ -245,8 +245,8 @@ def _warn_of_muon(optimizer: Optimizer) -> bool:
     num_muon = sum(is_muon_group(optimizer, settings) for settings in optimizer.param_groups)
     if num_muon:
         warnings.warn(
-            f"Muon steps {num_muon} of {num_groups} parameter groups. They are left out of "
-            "the norm and not clipped: Muon's steps have one length whatever the gradient's.",
+            f"Muon steps {num_muon} of {num_groups} parameter groups. They are not clipped, "
+            "because the length of Muon's steps does not depend on the gradient.",
             stacklevel=4,
         )
     return num_muon == num_groups

@@ -79,7 +79,7 @@ def clip_grad_norm_(
         norm = _agreed(norm, mesh)
     if error_if_nonfinite and not math.isfinite(norm):
         raise RuntimeError(
-            f"The norm of the gradients is {float(norm)}, so that they cannot be clipped. "
+            f"The norm of the gradients is {float(norm)}, so they cannot be clipped. "
             "Nothing was changed. With `error_if_nonfinite=False` they are scaled anyway."
         )
     # Not a clamp: a threshold of zero and a norm of zero would give NaN.

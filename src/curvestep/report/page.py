@@ -126,7 +126,13 @@ def _rendered(
         lstrip_blocks=True,
         finalize=_visible_text,
     )
-    environment.filters["with_glossary"] = page_words.with_glossary
+    used: set[str] = set()  # words that the page explains; their list stands at its end
+
+    def with_glossary(text: str) -> Markup:
+        used.update(page_words.explained_in(text))
+        return page_words.with_glossary(text)
+
+    environment.filters["with_glossary"] = with_glossary
     versions = ", ".join(f"{name} {metadata.version(name)}" for name in ("torch", "numpy", "scipy", "plotly"))
     return environment.get_template("page.html.j2").render(
         title=title,
@@ -139,6 +145,7 @@ def _rendered(
         runs=runs,
         shown=_shown_first(runs, len(tasks) == 1 and claims is None),
         page_words=page_words,
+        used=used,
         setup=page_words.setup(views),
         made_by=f"Made by curvestep {curvestep.__version__}; Python {platform.python_version()}, {versions}.",
         plotly=pack(get_plotlyjs()),

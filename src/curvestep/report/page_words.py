@@ -18,12 +18,12 @@ from curvestep.advice.advice_words import rate_name
 from curvestep.advice.decision import CANNOT_TELL, DIVERGED
 from curvestep.report.chart import NUM_COLOURS
 from curvestep.report.markup import plain
-from curvestep.report.results import finite, stability, usable
+from curvestep.report.results import finite, shows_law, stability, usable
 from curvestep.report.views import DAMAGED, RunView, Task
 from curvestep.trace.history import lr_of_run
 from curvestep.trace.run import Fields
 
-_SUBJECTS = {"loss": "loss ", "start": "at the start "}  # for kinds of reasons that name none
+_SUBJECTS = {"start": "at the start "}  # for kinds of reasons that name none
 _NOT_MEASURED = "No advice: nothing was measured. Train with a probe, and make the page again."
 
 
@@ -37,7 +37,9 @@ def verdict(task: Task, *, title: str = "") -> Fields:
     advice = task.advice
     if advice is None or advice.action == CANNOT_TELL:
         return {"title": title, **_without_advice(task, so_far), "warnings": missing}
-    reasons = [note for note in advice.reasons if note.kind != "tie"]
+    # How the loss ended stands once on the page, beside its curve.
+    beside = {"tie", "loss"} if not others else {"tie"}
+    reasons = [note for note in advice.reasons if note.kind not in beside]
     return {
         "title": title,
         "action": advice.action,
@@ -150,8 +152,6 @@ def code_for(advice: Advice, view: RunView) -> str:
 def run_summary(view: RunView) -> str:
     """How the run ended, how much was clipped, and how it did on held-out data."""
     sentences = [_ending(view)]
-    if math.isfinite(view.final_loss):
-        sentences.append(f"Training loss ends at {view.final_loss:.4g}.")
     if view.metrics:
         metrics = [f"{name.replace('_', ' ')} {value:.4g}" for name, value in view.metrics.items()]
         sentences.append(f"{', '.join(metrics).capitalize()}.")
@@ -195,11 +195,16 @@ def scatter(view: RunView) -> str:
         return words
     fit = view.fit
     low, high = fit.spearman_interval
-    expected = f"; constant sharpness would show {fit.control.spearman:.2f}" if fit.control else ""
+    words += (
+        f" Their rank correlation is {fit.spearman:.2f} ({fit.level:.0%} interval {low:.2f} to {high:.2f})."
+    )
+    if fit.control is not None:
+        evidence = "no evidence of growth" if fit.explained else "more than a constant Hessian explains"
+        words += f" A constant Hessian reaches {fit.control.spearman_interval[1]:.2f}, so this is {evidence}."
+    if not shows_law(fit):
+        return f"{words} No line is drawn, since the test within steps cannot tell."
     return (
-        f"{words} Their rank correlation is {fit.spearman:.2f} "
-        f"({fit.level:.0%} interval {low:.2f} to {high:.2f}){expected}. "
-        f"The line has {fit.quantile:.0%} of the points below it: L0 {fit.L0:.3g}, L1 {fit.L1:.3g}. "
+        f"{words} The line has {fit.quantile:.0%} of the points below it: L0 {fit.L0:.3g}, L1 {fit.L1:.3g}. "
         "The frontier lies above all points."
     )
 
@@ -220,7 +225,7 @@ def loss(view: RunView) -> str:
     values = finite(view.rows["loss"])
     end = f"{values[-1]:.4g} at the last step where it was finite"
     if math.isfinite(view.final_loss):
-        end = f"{view.final_loss:.4g} at the end (mean over the last steps)"
+        end = f"{view.final_loss:.4g} at the end (mean over the last 5 % of the steps, at most 50)"
     words = f"Training loss is {values[0]:.4g} at the start, {values.min():.4g} at its lowest and {end}."
     held_out = finite(view.held_out.get("loss", np.array([])))
     if len(held_out):
@@ -315,10 +320,17 @@ def claim_parts(saved: Fields) -> list[Fields]:
 
 
 def page_title(views: Sequence[RunView], places: Sequence[Path]) -> str:
-    """The heading where nobody gave one: the run, or the folder of several."""
+    """The heading where nobody gave one: what was trained and by what, or the folders of several runs."""
+    trained = {str(view.header.get("model", "")) for view in views}
+    optimizers = {str(view.header.get("optimizer", "")) for view in views}
+    if len(trained) == len(optimizers) == 1 and "" not in trained | optimizers:
+        what = f"{trained.pop()} with {optimizers.pop()}"
+        return what if len(views) == 1 else f"{len(views)} runs of {what}"
     if len(views) == 1:
         return views[0].name
-    return ", ".join(place.resolve().name for place in places[:3])
+    names = [place.resolve().name for place in places]
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return ", ".join(names[:3]) + more
 
 
 def subtitle(views: Sequence[RunView]) -> str:
@@ -326,7 +338,7 @@ def subtitle(views: Sequence[RunView]) -> str:
     states = Counter(view.ending or "measured" for view in views)
     facts = [f"{count} {status}" for status, count in states.items()]
     if len(views) == 1:
-        facts = [f"{views[0].step:,} steps"]
+        facts = [views[0].name, f"{views[0].step:,} steps"]
     facts += dict.fromkeys(str(view.facts.get("data", "")).partition(" from ")[0] for view in views)
     return "; ".join(fact for fact in facts if fact)
 
@@ -336,8 +348,19 @@ def setup(views: Sequence[RunView]) -> dict[str, str]:
     table: dict[str, dict[str, None]] = {}
     for view in views:
         for name, value in {**view.fields, **view.facts, **view.header}.items():
-            table.setdefault(name.replace("_", " "), {})[str(value)] = None
+            table.setdefault(name.replace("_", " "), {})[_plain(value)] = None
     return {name: "; ".join(values) for name, values in table.items()}
+
+
+def _plain(value: object) -> str:
+    """A value as people read it: six digits, no brackets of Python."""
+    if isinstance(value, float):
+        return f"{value:.6g}"
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {_plain(one)}" for name, one in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(_plain(one) for one in value)
+    return str(value)
 
 
 def _range(values: np.ndarray) -> str:
@@ -354,10 +377,15 @@ GLOSSARY = {
     "frontier": "The lowest line above all measured points.",
     "rank correlation": "1 where two numbers always rise together, 0 where they are unrelated.",
     "max_norm": "Gradient norm at which clipping starts.",
-    "predicted fall": "Length of the step times slope of the loss. Short steps achieve nearly all of it.",
+    "predicted fall": "The fall of the loss if its slope stayed. Short steps achieve most of it.",
     "peak lr": "The largest learning rate of the schedule.",
 }
 _WORDS = re.compile(rf"\b({'|'.join(GLOSSARY)})\b", re.IGNORECASE)
+
+
+def explained_in(text: str) -> set[str]:
+    """The words of a text that the page explains."""
+    return {word.lower() for word in _WORDS.findall(text)}
 
 
 def with_glossary(text: str) -> Markup:

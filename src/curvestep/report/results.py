@@ -104,8 +104,13 @@ def gain_charts(gains: StepGains) -> list[Chart]:
     return charts
 
 
+def shows_law(fit: SmoothnessFit) -> bool:
+    """Whether a line may stand for the points: not where the test within steps cannot tell."""
+    return fit.within.doubt is None
+
+
 def scatter(rows: Columns, fit: SmoothnessFit | None = None) -> Chart | None:
-    """Smoothness against gradient norm, coloured by iteration, with the fitted line and the frontier."""
+    """Smoothness against gradient norm, coloured by iteration; line and frontier where there is a law."""
     points = usable(rows, "grad_norm", "smoothness", "step", "loss", "lr", positive=2)
     step = points["step"]
     if not len(step):
@@ -113,7 +118,7 @@ def scatter(rows: Columns, fit: SmoothnessFit | None = None) -> Chart | None:
     extra = {name: points[name] for name in ("step", "loss", "lr")}
     look: Look = {"dash": "", "mark": "circle", "shade": step, "extra": extra}
     series = [Series("measured", points["grad_norm"], points["smoothness"], **look)]
-    if fit is not None:
+    if fit is not None and shows_law(fit):
         norms = np.geomspace(*fit.grad_norm_range, 60)
         line = f"{fit.quantile:.0%} line: {fit.L0:.3g} + {fit.L1:.3g}‖g‖"
         series.append(Series(line, norms, fit.L0 + fit.L1 * norms, colour=1))

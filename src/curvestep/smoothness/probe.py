@@ -425,8 +425,9 @@ class SmoothnessProbe:
             if differs_in_eval(layer):
                 self._warn_once(
                     "mode",
-                    f"The model is in eval mode, and {type(layer).__name__} acts otherwise in training. "
-                    "Sharpness is that of another loss. Call `model.train()` before the forward pass.",
+                    f"The model is in eval mode, and {type(layer).__name__} behaves differently in training. "
+                    "So the measured sharpness is not that of training. Call `model.train()` before the "
+                    "forward pass.",
                 )
 
     def _warn_of_others(self) -> None:
@@ -468,7 +469,7 @@ class SmoothnessProbe:
             if self.on_error == "raise":
                 raise
             self._warn_once(
-                "write", f"The trace cannot be written, rows stay in memory: {error}. {_CONTINUES}"
+                "write", f"The trace cannot be written, so rows stay in memory: {error}. {_CONTINUES}"
             )
 
     def _warn_once(self, kind: str, text: str) -> None:
