@@ -97,7 +97,8 @@ def reasons_for(condition: Condition, run: Outcome) -> tuple[Note, ...]:
     if math.isfinite(run.kappa):
         notes.append(Note("steps", _steps(run)))
     if condition.action in (LOWER, STUCK) and run.start_factor < 1:
-        text = f"in the first steps, {run.start_factor:.2g} of the step at {rate_name(run.scheduled)} still works"
+        share = f"{run.start_factor:.2g} of the step at {rate_name(run.scheduled)}"
+        text = f"in the first steps, {share} still works"
         notes.append(Note("start", text))
     if condition.action in (RAISE, NO_SIGN) and math.isfinite(run.stable_lr):
         text = f"the largest measured sharpness is stable up to lr {run.stable_lr:.3g}"
