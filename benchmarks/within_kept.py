@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from curvestep.fit.samples import Samples, usable_samples
-from curvestep.fit.within import LEAST_ROWS, MOST_KAPPA, Within, within_steps
+from curvestep.fit.within import LEAST_TESTED_ROWS, MOST_KAPPA, Within, within_steps
 from curvestep.trace.trace import Trace
 
 
@@ -37,7 +37,7 @@ def settings_below(folders: list[Path]) -> dict[str, list[Samples]]:
     for folder in folders:
         for path in sorted(folder.rglob("trace.jsonl")):
             trace = Trace.load(path)
-            if trace.column("fractions").shape[1] > 1 and len(trace) >= LEAST_ROWS:
+            if trace.column("fractions").shape[1] > 1 and len(trace) >= LEAST_TESTED_ROWS:
                 found[path.parent.name.split("-seed")[0] + " " + folder.name].append(usable_samples(trace))
     return found
 

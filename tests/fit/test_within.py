@@ -12,7 +12,7 @@ from scipy import stats
 
 from curvestep.fit import within
 from curvestep.fit.fit import fit_smoothness
-from curvestep.fit.within import BLOCK, LEAST_ROWS, MOST_KAPPA, Within, within_steps
+from curvestep.fit.within import BLOCK, LEAST_TESTED_ROWS, MOST_KAPPA, Within, within_steps
 from curvestep.trace.trace import Trace
 from tests.fit.traces import autoregression
 
@@ -172,7 +172,7 @@ def test_units_of_smoothness_and_gradient_do_not_matter(seed, curvature, norm):
 
 
 @settings(deadline=None, max_examples=15)
-@given(seed=st.integers(0, 2**32 - 1), drift=st.floats(0.1, 0.6), num=st.integers(LEAST_ROWS, 90))
+@given(seed=st.integers(0, 2**32 - 1), drift=st.floats(0.1, 0.6), num=st.integers(LEAST_TESTED_ROWS, 90))
 def test_agrees_with_its_slow_twin(seed, drift, num):
     rows = drifting(np.random.default_rng(seed), rows=num, kappa=0.2, drift=drift, fractions=HALVES)
     found = within_steps(**rows)

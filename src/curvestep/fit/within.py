@@ -56,7 +56,7 @@ MOST_KAPPA = 1 / 3  # change of the gradient over its norm, up to which a stretc
 LEAST_ELASTICITY = 0.2  # less is no growth that clipping could use
 LEAST_COSINE = 0.5  # of gradient and step, or its own change, below which steps without growth say nothing
 BLOCK = 8  # neighbouring rows that count as one observation
-LEAST_ROWS = 4 * BLOCK
+LEAST_TESTED_ROWS = 4 * BLOCK
 SHUFFLES = 100
 ROWS_AT_ONCE = 20_000  # of all shuffles that are computed together
 TAIL = 0.05  # share of the rows at either end that count as no further out than the rest
@@ -250,8 +250,10 @@ class _Steps:
 
 def _refusal(steps: _Steps, most_kappa: float) -> tuple[Note | None, int]:
     """Why these steps cannot be tested, or None; and the column of the last fraction before the overshoot."""
-    if len(steps.start) < LEAST_ROWS:
-        return words.doubt("few-rows", readable=len(steps.start), rows=steps.given, least=LEAST_ROWS), 0
+    if len(steps.start) < LEAST_TESTED_ROWS:
+        return words.doubt(
+            "few-rows", readable=len(steps.start), rows=steps.given, least=LEAST_TESTED_ROWS
+        ), 0
     short = np.median(steps.change, axis=0) <= most_kappa
     last = int(np.argmin(np.append(short, False))) - 1  # the last of those that are short from the first on
     if last < 1:
@@ -260,7 +262,7 @@ def _refusal(steps: _Steps, most_kappa: float) -> tuple[Note | None, int]:
         return words.doubt("overshoot", kappa=steps.kappa_median, first=first, second=second), 0
     rows = len(steps.start)
     resolved = int(steps.resolved(last).sum())
-    if resolved < LEAST_ROWS:
+    if resolved < LEAST_TESTED_ROWS:
         return words.doubt("alike", unresolved=rows - resolved, rows=rows, kappa=steps.kappa_median), 0
     return None, last
 

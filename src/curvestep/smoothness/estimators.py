@@ -13,7 +13,7 @@ Over all directions it is the norm of the Hessian, by Lanczos over Hessian produ
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -24,11 +24,10 @@ from scipy.sparse.linalg import ArpackError, LinearOperator, eigsh
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from curvestep.checks import check_choice, check_count, check_positive
+from curvestep.checks import check_count, check_positive
 from curvestep.smoothness.schedule import check_fractions
 from curvestep.tensors.distributed import whole
 from curvestep.tensors.vectors import difference, global_norm, precision
-from curvestep.trace.schema import ESTIMATORS, LAYER_CURVATURE
 
 Point = Tensor | Sequence[Tensor]
 Gradient = Callable[[Any], Any]
@@ -259,20 +258,6 @@ def central_length(point: Sequence[Tensor], *, eps: float | None = None) -> floa
     if eps is None:
         eps = precision(point)
     return check_positive("eps", eps) ** (1 / 3) * (global_norm(point).item() or 1.0)
-
-
-def check_estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
-    """Names of estimators with the period of each, in measurements; the paper's is in every row."""
-    if isinstance(chosen, str):
-        chosen = (chosen,)
-    periods = dict(chosen) if isinstance(chosen, Mapping) else dict.fromkeys(chosen, 1)
-    periods = {"smoothness": 1, **periods}
-    if periods["smoothness"] != 1:
-        raise ValueError('`estimators["smoothness"]` must be 1: every row has it. Set `every` instead.')
-    for name, period in periods.items():
-        check_choice("estimators", name, (*ESTIMATORS, LAYER_CURVATURE))
-        check_count(f"estimators[{name!r}]", period)
-    return periods
 
 
 def _moved_gradient(gradient: Any, point: Point, x: Sequence[Tensor], d: Sequence[Tensor], t: float) -> Any:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor, nn
 
+from curvestep.checks import check_choice, check_count
 from curvestep.smoothness.estimators import central_difference, central_length, spectral_smoothness
 from curvestep.smoothness.geometry import ChangeInMetric, Geometry
 from curvestep.smoothness.replay import Gradients, Replay, Visitor
@@ -258,6 +259,20 @@ PARTS_AT_START: dict[str, Callable[[Segment, Replay], Row]] = {
     "local_smoothness": local_part,
     "spectral_smoothness": spectral_part,
 }
+
+
+def check_estimators(chosen: Iterable[str] | Mapping[str, int]) -> dict[str, int]:
+    """Names of estimators with the period of each, in measurements; the paper's is in every row."""
+    if isinstance(chosen, str):
+        chosen = (chosen,)
+    periods = dict(chosen) if isinstance(chosen, Mapping) else dict.fromkeys(chosen, 1)
+    periods = {"smoothness": 1, **periods}
+    if periods["smoothness"] != 1:
+        raise ValueError('`estimators["smoothness"]` must be 1: every row has it. Set `every` instead.')
+    for name, period in periods.items():
+        check_choice("estimators", name, ("smoothness", *PARTS_AT_START))
+        check_count(f"estimators[{name!r}]", period)
+    return periods
 
 
 def noise_of_halves(one: Gradients, two: Gradients) -> Row:

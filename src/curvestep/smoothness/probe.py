@@ -25,8 +25,7 @@ from curvestep.checks import check_choice, check_count, check_positive
 from curvestep.optimizer_family import check_optimizer
 from curvestep.parameter_names import remember_names
 from curvestep.smoothness.determinism import NonDeterministicError
-from curvestep.smoothness.estimators import check_estimators
-from curvestep.smoothness.measurement import layer_groups
+from curvestep.smoothness.measurement import check_estimators, layer_groups
 from curvestep.smoothness.observer import (
     ForwardCalls,
     ForwardHook,
