@@ -156,6 +156,12 @@ def percentile(p: float = 10.0, *, window: int = 1000) -> ClipRule:
     Args:
         p: Which percentile, between 0 and 100.
         window: How many of the last norms count. The paper keeps all of them.
+
+    Returns:
+        A rule for `max_norm`.
+
+    Raises:
+        ValueError: ``p`` is not between 0 and 100, or ``window`` is no positive whole number.
     """
     check_inside("p", p, 0, 100)
 
@@ -179,6 +185,12 @@ def zscore(z: float = 2.5, *, decay: float = 0.97, warmup: int = 25) -> ClipRule
         z: Standard deviations from which on a norm is clipped.
         decay: :math:`\alpha` of :math:`\mu_k = \alpha\mu_{k-1} + (1-\alpha)g_k` and of the variance.
         warmup: Norms that start mean and variance; these steps are not clipped.
+
+    Returns:
+        A rule for `max_norm`.
+
+    Raises:
+        ValueError: an argument is outside of the range above.
 
     Note:
         The released code adds 1e-6 to :math:`\sigma` and clips at 1 as well; the paper does neither.
@@ -221,6 +233,12 @@ def ema(ratio: float = 1.05, *, decay: float = 0.98, warmup: int = 100, max_norm
         warmup: The first step, counted from 1, that is clipped by the mean.
         max_norm: Threshold of the whole gradient before that.
 
+    Returns:
+        A rule for `max_norm`.
+
+    Raises:
+        ValueError: an argument is outside of the range above.
+
     Note:
         By the algorithm as printed, a tensor with a zero gradient before step ``warmup`` would never move
         again; zero gradients are left out of the mean here.
@@ -256,6 +274,12 @@ def weight_ratio(ratio: float = 0.01, *, eps: float = 1e-3) -> ClipRule:
     Args:
         ratio: :math:`\lambda`, the largest gradient in units of the weights.
         eps: Least norm of the weights, so that units that start at zero can move.
+
+    Returns:
+        A rule for `max_norm`.
+
+    Raises:
+        ValueError: ``ratio`` or ``eps`` is not positive.
     """
     check_positive("ratio", ratio)
     check_positive("eps", eps)

@@ -49,7 +49,11 @@ class NormalizedParameters(TypedDict):
 
 
 def step_rule(formula: Rule) -> Rule:
-    """The formula behind a check of its arguments; ``formula.__wrapped__`` is the formula alone."""
+    """The formula behind a check of its arguments; ``formula.__wrapped__`` is the formula alone.
+
+    Returns:
+        A function with the same signature, which raises ValueError for numbers out of range.
+    """
 
     @wraps(formula)
     def checked(grad_norm: Any, **parameters: Any) -> Any:
@@ -77,6 +81,12 @@ def fixed_step(grad_norm: Norm, *, lr: Parameter) -> Norm:
     Args:
         grad_norm: Gradient norms :math:`g \ge 0`; only their shape matters.
         lr: Step size :math:`\eta > 0`.
+
+    Returns:
+        ``lr``, shaped like ``grad_norm``.
+
+    Raises:
+        ValueError: ``lr`` is not positive and finite.
 
     Example:
         >>> fixed_step(np.array([0.0, 1.0, np.inf]), lr=0.1)
@@ -174,6 +184,9 @@ def smooth_clipped_step(grad_norm: Norm, *, L0: Parameter, L1: Parameter) -> Nor
     Returns:
         Step sizes shaped like ``grad_norm``; ``inf`` where ``L0`` and the gradient are both zero.
 
+    Raises:
+        ValueError: ``L0`` or ``L1`` is negative or not finite, or both are zero.
+
     Example:
         >>> smooth_clipped_step(np.array([0.0, 1.0, 4.0]), L0=2.0, L1=2.0)
         array([0.5 , 0.25, 0.1 ])
@@ -194,6 +207,12 @@ def step_cap(*, lr: float, max_norm: float) -> float:
 
     Some papers after this one write :math:`\gamma` for this product; here :math:`\gamma` is the norm.
 
+    Returns:
+        The length :math:`\gamma\eta`.
+
+    Raises:
+        ValueError: ``lr`` or ``max_norm`` is not positive.
+
     Example:
         >>> step_cap(lr=30.0, max_norm=0.25)
         7.5
@@ -205,6 +224,12 @@ def normalized_from_clipped(*, lr: float, max_norm: float) -> NormalizedParamete
     r"""``lr`` and ``offset`` of the normalized descent that follows this clipped descent.
 
     :math:`\eta_n = \gamma\eta_c`, :math:`\beta = \gamma`: then :math:`\tfrac12 h_c \le h_n \le h_c`.
+
+    Returns:
+        ``lr`` and ``offset`` of the normalized step.
+
+    Raises:
+        ValueError: ``lr`` or ``max_norm`` is not positive.
 
     Example:
         >>> normalized_from_clipped(lr=30.0, max_norm=0.25)
@@ -219,6 +244,12 @@ def clipped_from_normalized(*, lr: float, offset: float) -> ClippedParameters:
 
     :math:`\eta_c = \eta_n/\beta`, :math:`\gamma = \beta`, the inverse of :func:`normalized_from_clipped`.
 
+    Returns:
+        ``lr`` and ``max_norm`` of the clipped step.
+
+    Raises:
+        ValueError: ``lr`` or ``offset`` is not positive.
+
     Example:
         >>> clipped_from_normalized(lr=7.5, offset=0.25)
         {'lr': 30.0, 'max_norm': 0.25}
@@ -230,6 +261,12 @@ def normalized_from_smoothness(*, L0: float, L1: float) -> NormalizedParameters:
     r"""``lr`` and ``offset`` with which normalized descent is :func:`smooth_clipped_step`, exactly.
 
     With :math:`\eta = 1/L_1` and :math:`\beta = L_0/L_1`.
+
+    Returns:
+        ``lr`` and ``offset`` of the normalized step.
+
+    Raises:
+        ValueError: a constant is negative or not finite, or both are zero.
 
     Example:
         >>> normalized_from_smoothness(L0=3.0, L1=2.0)
@@ -279,6 +316,9 @@ def is_clipped(coefficient: ArrayLike, *, edge: ArrayLike = 1.0) -> np.ndarray:
         coefficient: What the gradient was multiplied by, 1 if by nothing. It may have been measured: within
             a millionth of the edge it counts as not clipped.
         edge: The coefficient at the norm at which the optimizer's rule bends, as its ``clip_edge()`` has it.
+
+    Returns:
+        True where the norm is above the threshold, shaped like ``grad_norm``.
 
     Example:
         >>> is_clipped([0.6, 1.0]), is_clipped([0.6, 0.4], edge=0.5)

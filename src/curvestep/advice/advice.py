@@ -80,6 +80,13 @@ def advise(*runs: Source | Sequence[Source]) -> Advice:
             several runs, or lists of these. Several must be of one task, with one kind of optimizer and one
             batch size.
 
+    Returns:
+        The advice: print it, or read ``action``, ``lr`` and ``max_norm``.
+
+    Raises:
+        ValueError: nothing was given, or a trace is damaged.
+        FileNotFoundError: a path holds no trace.
+
     Example:
         >>> trace = Trace()
         >>> for step in range(20):

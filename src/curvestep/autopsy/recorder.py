@@ -130,6 +130,13 @@ class Autopsy:
             optimizer: Trains parameters of the model.
             *stateful: What steps along with it and :meth:`rewind` is to put back as well: schedulers, a
                 GradScaler, or whatever else has ``state_dict()`` and ``load_state_dict()``.
+
+        Returns:
+            The recorder itself.
+
+        Raises:
+            ValueError: an optimizer is watched already, or it trains other parameters too.
+            TypeError: an object has no ``state_dict()``.
         """
         inner = check_optimizer(optimizer)
         if self._hooks:
@@ -156,7 +163,14 @@ class Autopsy:
         return self
 
     def record(self, batch: object) -> Tensor:
-        """``loss_of_batch(batch)``, kept for the step that comes; once for each micro-batch of the step."""
+        """``loss_of_batch(batch)``, kept for the step that comes; once for each micro-batch of the step.
+
+        Returns:
+            The loss.
+
+        Raises:
+            RuntimeError: no optimizer is watched.
+        """
         if not self._hooks:
             raise RuntimeError("No optimizer is watched. Call `watch(optimizer)` before `record(batch)`.")
         kept = KeptBatch(batch)
@@ -181,6 +195,13 @@ class Autopsy:
         Args:
             step: Its number, counted from 0 at :meth:`watch`. Default: the step that raised the loss by the
                 largest multiple of what the steps before it changed it by.
+
+        Returns:
+            What was found: print it, or read its ``cause``.
+
+        Raises:
+            RuntimeError: too few steps are kept, or taking them again does not lead to the same parameters.
+            ValueError: ``step`` is not kept.
         """
         self._check_kept(step)
         surroundings = Surroundings(self.loss_of_batch, self.model)

@@ -125,6 +125,12 @@ def representative_batches(
         labels: The labels of a batch, whole numbers; negative ones, such as ``ignore_index``, are left out.
             Default: the last part of the batch.
 
+    Returns:
+        Indices into ``batches``, ascending.
+
+    Raises:
+        ValueError: ``count`` is not between 1 and the number of batches, or ``labels`` finds none.
+
     Example:
         >>> batches = [(None, torch.tensor(y)) for y in ([0, 0, 0], [1, 1, 1], [0, 0, 1], [2, 0, 1])]
         >>> representative_batches(batches, 3)

@@ -218,6 +218,12 @@ def fit_smoothness(
         layer: Name of a layer that the probe measured (``layers=True``): L0 and L1 relate its smoothness to
             the norm of its own gradient. Empty for the whole model.
 
+    Returns:
+        The fit: print it, or read ``L0``, ``L1``, ``within`` and ``warnings``.
+
+    Raises:
+        ValueError: there are too few usable rows, or an argument is outside of its range.
+
     Example:
         >>> rng = np.random.default_rng(0)
         >>> trace = Trace()

@@ -217,6 +217,9 @@ def record(pl_module: LightningModule, loss_fn: Callable[[], Tensor], weight: fl
         pl_module: The module, ``self``.
         loss_fn: Computes the loss of this batch, and again in replays.
         weight: Share of this micro-batch in the loss of the step, in any unit.
+
+    Returns:
+        The loss.
     """
     if not isinstance(pl_module, LightningModule):
         raise TypeError(f"`pl_module` must be a LightningModule, got a {type(pl_module).__name__}.")

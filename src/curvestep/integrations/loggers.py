@@ -79,6 +79,12 @@ def tensorboard(writer: Any) -> Logger:
 
     Args:
         writer: A ``SummaryWriter``, or what has its ``add_scalar(name, value, step)``.
+
+    Returns:
+        A function for ``probe.listen``.
+
+    Raises:
+        TypeError: ``writer`` is no SummaryWriter.
     """
     _check_has(writer, "add_scalar", "`writer` must be a SummaryWriter")
 
@@ -102,6 +108,12 @@ def wandb(run: Any) -> Logger:
 
     Args:
         run: What ``wandb.init()`` returns.
+
+    Returns:
+        A function for ``probe.listen``.
+
+    Raises:
+        TypeError: ``run`` is not what ``wandb.init()`` returns.
     """
     _check_has(run, "define_metric", "`run` must be what `wandb.init()` returns")
     axis = "curvestep/step"
@@ -124,6 +136,12 @@ def mlflow() -> Logger:
 
         with mlflow.start_run():
             probe.listen(cs.loggers.mlflow())
+
+    Returns:
+        A function for ``probe.listen``.
+
+    Raises:
+        ValueError: no run is active.
     """
     with needs_extra("loggers"):
         import mlflow
@@ -144,6 +162,13 @@ def accelerate(accelerator: Any) -> Logger:
 
     Args:
         accelerator: An ``Accelerator`` whose ``init_trackers`` was called.
+
+    Returns:
+        A function for ``probe.listen``.
+
+    Raises:
+        TypeError: ``accelerator`` is no Accelerator.
+        ValueError: it has no trackers.
     """
     _check_has(accelerator, "init_trackers", "`accelerator` must be an Accelerator")
     if accelerator.is_main_process and not accelerator.trackers:

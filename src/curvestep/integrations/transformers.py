@@ -249,6 +249,13 @@ def calibrate(
         budget: Gradients that the trials may take, or, below one, their share of the steps of training.
         resume_from_checkpoint: What ``trainer.train`` will be given. With a checkpoint, its numbers are set
             again and nothing is measured; True for the last one.
+
+    Returns:
+        The calibration, which the Trainer now uses.
+
+    Raises:
+        ValueError: the Trainer has trained, or cannot be calibrated.
+        TypeError: ``trainer`` is no Trainer.
     """
     if not isinstance(trainer, Trainer):
         raise TypeError(f"`trainer` must be a transformers Trainer, got a {type(trainer).__name__}.")

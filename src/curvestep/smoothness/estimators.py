@@ -55,6 +55,9 @@ def segment_smoothness(
     Returns:
         A scalar tensor.
 
+    Raises:
+        ValueError: ``start`` and ``end`` coincide.
+
     Example:
         >>> segment_smoothness(lambda x: 4.0 * x, torch.zeros(3), torch.ones(3)).item()
         4.0
@@ -95,6 +98,9 @@ def critical_lr(
     Returns:
         The largest lr below it that was seen not to raise the loss, and the least seen to raise it; 0 and inf
         where none was seen.
+
+    Raises:
+        ValueError: an argument is outside of the range above.
 
     Example:
         >>> x = torch.tensor([1.0])
@@ -154,6 +160,9 @@ def local_smoothness(gradient: Gradient, point: Point, direction: Point) -> Tens
     Returns:
         A scalar tensor.
 
+    Raises:
+        ValueError: ``direction`` is zero.
+
     Example:
         >>> H = torch.diag(torch.tensor([3.0, 4.0]))
         >>> local_smoothness(lambda x: H @ x, torch.ones(2), torch.tensor([1.0, 1.0])).item()
@@ -204,6 +213,12 @@ def spectral_smoothness(
         tol: Residual at which to stop, relative to the eigenvalue. Default: 1e-4, or what the precision
             allows if that is more. The eigenvalue itself is then far more accurate.
         max_products: Where to give up; the result then says ``converged=False``.
+
+    Returns:
+        The norm, with its residual and whether it converged.
+
+    Raises:
+        ValueError: an argument is outside of the range above.
 
     Example:
         >>> H = torch.diag(torch.tensor([3.0, -5.0, 1.0]))

@@ -206,6 +206,13 @@ class SmoothnessProbe:
             weight: Share of this micro-batch in the loss of the step, in any unit: of losses averaged over
                 tokens, their number. The loss measured is :math:`\sum w_i f_i / \sum w_i`.
             batch_size: Samples in it, for the row. Default: the length of the model's first input.
+
+        Returns:
+            What ``loss_fn`` returns.
+
+        Raises:
+            TypeError: ``loss_fn`` is no function.
+            ValueError: ``weight`` is not positive and finite.
         """
         _check_loss_fn(loss_fn)
         if weight != 1.0:
@@ -267,6 +274,12 @@ class SmoothnessProbe:
         The gradient may be clipped or scaled before the step: at a due step it is computed again, which costs
         one more pass. A step that a GradScaler skips is no step. If something else trains the same model
         between the measured steps, that is warned of once.
+
+        Returns:
+            The probe itself.
+
+        Raises:
+            ValueError: the optimizer trains none of the parameters, or the probe watches one already.
         """
         optimizer = check_optimizer(optimizer)
         if not trains_any(optimizer, self.parameters):
@@ -288,6 +301,9 @@ class SmoothnessProbe:
         """Call ``listener(row)`` with every row, a dict, on the rank that writes; returns the probe.
 
         A listener that raises is reported once; training goes on.
+
+        Returns:
+            The probe itself.
         """
         self._listeners.append(listener)
         return self
@@ -321,7 +337,11 @@ class SmoothnessProbe:
         self.trace.close()
 
     def state_dict(self) -> Row:
-        """State for a checkpoint: a resumed run measures the same steps. The rows are in the trace."""
+        """State for a checkpoint: a resumed run measures the same steps. The rows are in the trace.
+
+        Returns:
+            A dictionary of plain values, for a checkpoint.
+        """
         memory = self._memory
         return {
             "step": self.step,

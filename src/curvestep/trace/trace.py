@@ -109,6 +109,9 @@ class Trace:
 
         A file that cannot be written (a full disk) raises ``OSError``, but the row is kept in memory and
         written with the next one that succeeds.
+
+        Raises:
+            ValueError: the trace is closed, or a value cannot be written.
         """
         if self._closed:
             raise ValueError("This trace is closed. Open it again with Trace(path) to append to it.")
@@ -210,6 +213,12 @@ class Trace:
 
         Lists (``secants``) are rows of two dimensions, NaN at their ends; words (``status``) and logs
         (``spikes``) objects, None where missing. A layer's: ``column("layers/encoder/smoothness")``.
+
+        Returns:
+            One number for each row, NaN where a row has none.
+
+        Raises:
+            KeyError: no row and no schema knows the name.
         """
         columns = self._columns
         if name in columns:
