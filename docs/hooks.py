@@ -52,7 +52,7 @@ Measuring
   Autopsy: autopsy.recorder.Autopsy autopsy.explanation.Explanation
   loggers: integrations.loggers
 Frameworks
-  Lightning: integrations.lightning
+  Lightning: integrations.lightning integrations.reporting.StepMeasurement
   Transformers: integrations.transformers
 Theory
   theory: theory.inequalities theory.complexity theory.certificates theory.rules

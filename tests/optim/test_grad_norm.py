@@ -1,5 +1,6 @@
 """``clip_grad_norm_`` is torch's, also on several device meshes, where torch's own raises."""
 
+import inspect
 import math
 
 import pytest
@@ -25,6 +26,11 @@ def parameter(gradient):
 def gradients():
     torch.manual_seed(3)
     return [torch.randn(8, 6), torch.randn(5), torch.randn(3, 4) * 1e-3, torch.randn(())]
+
+
+def test_the_call_is_that_of_torch():
+    ours, theirs = (inspect.signature(f).parameters.values() for f in (cs.clip_grad_norm_, clip_by_torch))
+    assert [(p.name, p.default, p.kind) for p in ours] == [(p.name, p.default, p.kind) for p in theirs]
 
 
 @pytest.mark.parametrize("max_norm", [MAX_NORM, 1e4, 0.0])
