@@ -9,6 +9,8 @@ from torch.nn import functional as F
 
 import curvestep as cs
 from tests.autopsy.runs import adamw, clipped_adamw, clipped_sgd, hooked_sgd, sgd
+from tests.models import mlp
+from tests.processes import run_on_processes
 
 BAD = 11  # the number of the poisoned batch
 
@@ -253,6 +255,28 @@ def test_a_model_moved_to_another_device_is_refused():
     with pytest.raises(RuntimeError, match="to meta"):
         loop.spikes.rewind(12)
     assert loop.spikes.step == 14
+
+
+def refusals(rank):
+    from torch.distributed.fsdp import fully_shard
+    from torch.nn.parallel import DistributedDataParallel
+
+    words = []
+    for wrap in (fully_shard, DistributedDataParallel):
+        try:
+            cs.Autopsy(wrap(mlp()), lambda batch: batch.sum())
+        except NotImplementedError as error:
+            words.append(str(error))
+    return words
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.xdist_group("distributed")
+def test_a_model_on_several_processes_is_refused_in_one_line():
+    for words in run_on_processes(refusals, world_size=2):
+        assert len(words) == 2
+        assert all("several processes" in line and "\n" not in line for line in words)
 
 
 def test_what_has_no_state_cannot_be_watched():
