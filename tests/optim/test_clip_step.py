@@ -1,10 +1,13 @@
 """The counters of a step: what they remember, and which steps are above a limit."""
 
 import math
+from functools import partial
 
 import numpy as np
 import pytest
+import torch
 
+import curvestep as cs
 from curvestep.optim.clip_step import FEWEST_NORMS, RECENT_STEPS, Counters, Limit
 
 
@@ -52,3 +55,34 @@ def test_deviations_are_those_of_numpy(sigmas):
     bound = np.mean(counters.norms) + sigmas * np.std(counters.norms)
     for norm in (bound * (1 - 1e-12), bound * (1 + 1e-12)):
         assert counters.exceeds(Limit(sigmas, "sigma"), norm, None) == (norm > bound)
+
+
+@pytest.mark.parametrize("make", [
+    partial(cs.ClippedSGD, momentum=0.9, weight_decay=0.1),
+    partial(cs.ClippedSGD, max_norm=0.5),
+    partial(cs.ClippedAdamW, nonfinite="skip"),
+])  # fmt: skip
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_tensors_clipped_in_one_call_go_as_with_an_optimizer_each(make, dtype):
+    torch.manual_seed(0)
+    shapes = [(3,), (300, 300), (), (0, 4), (70_000,), (5,)]
+    together = [torch.nn.Parameter(torch.randn(shape, dtype=dtype)) for shape in shapes]
+    alone = [torch.nn.Parameter(p.detach().clone()) for p in together]
+    options = {"lr": 0.1, "max_norm": 2.0} | make.keywords
+    joint = make.func(together, **options, norm_scope="tensor")
+    each = [make.func([p], **options) for p in alone]
+    for step in range(4):
+        for p, q in zip(together, alone, strict=True):
+            p.grad = torch.randn_like(p) * 10.0 ** (step - 2)
+            if step == 3 and p.dim() == 0:
+                p.grad.fill_(1e-30)  # its square vanishes in float32
+            q.grad = p.grad.clone()
+        joint.step()
+        for optimizer in each:
+            optimizer.step()
+        norms = [optimizer.clip_stats()["grad_norm"] for optimizer in each]
+        assert joint.clip_stats()["grad_norm"] == math.hypot(*norms)
+    assert all(torch.equal(p, q) for p, q in zip(together, alone, strict=True))
+    clipped = [optimizer.clip_stats()["clipped_fraction"] for optimizer in each]
+    assert 0 < joint.clip_stats()["clipped_fraction"] == pytest.approx(sum(clipped) / len(clipped))
+    assert joint.clip_stats()["coefficient"] == min(o.clip_stats()["coefficient"] for o in each)

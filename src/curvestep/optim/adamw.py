@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from curvestep.optim.scaled import Norm, ScaledOptimizer, ScaledOptions, check_between
+from curvestep.optim.scaled import ScaledOptimizer, ScaledOptions, check_between, clip_coefficient
 from curvestep.optim.update import FloatOrTensor, Part, Rule, Settings
-from curvestep.steps import check_threshold, clipped_step
+from curvestep.steps import check_threshold
 from curvestep.tensors.distributed import as_sharded, local
 from curvestep.tensors.vectors import global_norm, is_readable
 
@@ -87,15 +87,12 @@ class ClippedAdamW(ScaledOptimizer):
     """
 
     threshold = "max_norm"
+    coefficient = clip_coefficient
 
     def __init__(
         self, params: ParamsT, lr: float | Tensor, max_norm: float | ClipRule, **options: Unpack[AdamWOptions]
     ) -> None:
         super().__init__(params, {"lr": lr, "max_norm": max_norm}, AdamWRule.defaults(), options)
-
-    def coefficient(self, norm: Norm, group: Settings) -> Norm:
-        r""":math:`\min\{1, \gamma/g\}`."""
-        return clipped_step(norm, lr=1.0, max_norm=group["max_norm"])
 
     def rule(self, group: Settings) -> AdamWRule:
         """Moments, weight decay and ascent of a group."""

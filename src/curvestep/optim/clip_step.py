@@ -356,7 +356,7 @@ class ClipStep:
     def resolve_thresholds(self) -> list[Settings]:
         """The settings of each group, with a number in place of its rule."""
         if all([group.clip_rule is None for group in self.groups]):
-            return [group.settings for group in self.groups]
+            return [group.settings if group.per_unit is None else group.clip_all() for group in self.groups]
         assert isinstance(self.norm, float)  # a step with rules is read
         norms = [float(norm) for norm in self.norms]
         return self._record.rules.resolve_thresholds(self.groups, norms, self.norm)
@@ -388,10 +388,14 @@ class ClipStep:
         if isinstance(norm, Tensor):
             self._record.on_device(norm.device).count(norm, coefficients, reached, self.skip)
             return
+        num_norms = len(reached)
         for i, group in enumerate(self.groups):
             if group.per_unit is not None:
                 coefficients[i], reached[i] = group.per_unit.clip_summary()
-        share = sum([float(was_reached) for was_reached in reached]) / len(reached)
+            if group.clips_tensors:
+                reached[i] *= len(group.grads)
+                num_norms += len(group.grads) - 1
+        share = sum([float(was_reached) for was_reached in reached]) / num_norms
         if not self._creates_state:
             self._record.counters.count(norm, float(min(coefficients)), share)
 
@@ -440,6 +444,11 @@ def host_norms(groups: Sequence[ClipGroup], norm_scope: str) -> list[float]:
         return [global_norm(together).item()] * len(groups)
     norms: list[float] = []
     for group in groups:
+        if group.clips_tensors:
+            from curvestep.optim.rule_thresholds import measure_tensors
+
+            norms.append(measure_tensors(group))
+            continue
         norm = None if group.view is None else group.view.kernel.norm(group.view)
         norms.append(global_norm(group.grads).item() if norm is None else norm)
     return norms

@@ -7,10 +7,8 @@ from typing import TYPE_CHECKING, Unpack
 from torch import Tensor
 from torch.optim.optimizer import ParamsT
 
-from curvestep.optim.scaled import Norm
+from curvestep.optim.scaled import clip_coefficient
 from curvestep.optim.sgd import ScaledSGD, SGDOptions
-from curvestep.optim.update import Settings
-from curvestep.steps import clipped_step
 
 if TYPE_CHECKING:
     from curvestep.clip_rules import ClipRule
@@ -79,12 +77,9 @@ class ClippedSGD(ScaledSGD):
     """
 
     threshold = "max_norm"
+    coefficient = clip_coefficient
 
     def __init__(
         self, params: ParamsT, lr: float | Tensor, max_norm: float | ClipRule, **options: Unpack[SGDOptions]
     ) -> None:
         super().__init__(params, {"lr": lr, "max_norm": max_norm}, **options)
-
-    def coefficient(self, norm: Norm, group: Settings) -> Norm:
-        r""":math:`\min\{1, \gamma/g\}`."""
-        return clipped_step(norm, lr=1.0, max_norm=group["max_norm"])

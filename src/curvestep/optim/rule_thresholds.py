@@ -104,6 +104,20 @@ class PerUnitInKernel(PerUnit):
         return self._units.clipped
 
 
+def measure_tensors(group: ClipGroup) -> float:
+    """The norm of a group of which our kernel clips each tensor by itself; it keeps those of the tensors."""
+    view = group.view
+    assert view is not None  # only such tensors are joined
+    units = Units(one_unit_each(view.length))
+    np.sqrt(view.kernel.squares_of_tensors(view), out=units.norms)
+    low, high = safe_norms(group.grads[0].dtype)
+    for i in np.flatnonzero(~((low < units.norms) & (units.norms < high))):
+        units.norms[i] = global_norm([group.grads[i]]).item()
+    norm = math.hypot(*units.norms.tolist())
+    group.per_unit = PerUnitInKernel(units, 0.0, norm)
+    return norm
+
+
 def measure_units(
     groups: Sequence[ClipGroup], extra: Sequence[Tensor] = ()
 ) -> tuple[list[float], list[float]]:

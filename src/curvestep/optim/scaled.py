@@ -27,10 +27,12 @@ from curvestep.optim.update import (
     UpdateGroup,
     clip_rule_of,
     collect,
+    collect_tensors,
     parts_of,
     rejoin,
     update,
 )
+from curvestep.steps import clipped_step
 from curvestep.tensors.distributed import in_zero_redundancy_optimizer
 
 if TYPE_CHECKING:
@@ -252,6 +254,13 @@ class ScaledOptimizer(Optimizer, ABC):
         self._record = StepRecord()
         self._record.load(self.param_groups, self.defaults.get(self.threshold))
 
+    def _collect_tensors(self) -> list[UpdateGroup]:
+        """Each parameter for itself; many of them together where they are clipped in one call."""
+        is_clip = type(self).coefficient is clip_coefficient and self.defaults.get("clip") != "momentum"
+        if is_clip and self._policy.nonfinite != "propagate":
+            return collect_tensors(self.param_groups, self.state, self.rule)
+        return collect(self.param_groups, self.state, self.rule, "tensor")
+
     def _take_step(self, closure: Callable[[], float] | None = None) -> float | None:
         """Take one step: collect, norm, leave out?, coefficient, update, count."""
         loss = None
@@ -259,7 +268,10 @@ class ScaledOptimizer(Optimizer, ABC):
             with torch.enable_grad():
                 loss = closure()
         with torch.no_grad():
-            groups = collect(self.param_groups, self.state, self.rule, self._policy.norm_scope)
+            if self._policy.norm_scope == "tensor":
+                groups = self._collect_tensors()
+            else:
+                groups = collect(self.param_groups, self.state, self.rule, self._policy.norm_scope)
             if self.defaults["capturable"]:
                 _check_same_device(groups)
             if not groups:
@@ -286,6 +298,11 @@ class ScaledOptimizer(Optimizer, ABC):
                 step.keep_spike(relative)
             step.count(relative, [values[self.threshold] for values in settings])
         return loss
+
+
+def clip_coefficient(self: ScaledOptimizer, norm: Norm, group: Settings) -> Norm:
+    r""":math:`\min\{1, \gamma/g\}`, the ``coefficient`` of the classes that clip."""
+    return clipped_step(norm, lr=1.0, max_norm=group["max_norm"])
 
 
 def _policy_of(settings: Settings) -> Policy:

@@ -8,6 +8,7 @@ Which tensors go together and which path they take is decided here, once for eac
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Generator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -64,12 +65,19 @@ class ClipGroup:
     index: int = 0
     clip_rule: ClipRule | None = None  # None if the threshold is a number
     view: View | None = None  # where the gradients lie, if our kernel can walk through them
-    per_unit: PerUnit | None = None  # norms and factors, if a rule clips each tensor or unit by itself
+    per_unit: PerUnit | None = None  # norms and factors, if each tensor or unit is clipped by itself
+    clips_tensors: bool = False  # whether that is each tensor, by a threshold that is a number
 
     @property
     def clips_units(self) -> bool:
         """Whether its rule gives each tensor, or each unit of it, a threshold of its own."""
         return self.clip_rule is not None and self.clip_rule.each != "norm"
+
+    def clip_all(self) -> Settings:
+        """Fix the factor of each tensor; the settings, by which there is nothing more to clip."""
+        assert self.per_unit is not None
+        self.per_unit.clip(self.settings["max_norm"])
+        return self.settings | {"max_norm": math.inf}
 
 
 def clip_groups(settings: Settings, number: int, norm_scope: str, make: Callable[..., Group]) -> list[Group]:
@@ -213,6 +221,31 @@ def collect(
                 _check_tensors(group)
             collected.append(group)
     return collected
+
+
+def collect_tensors(
+    param_groups: list[Settings], state: State, rule_of: Callable[[Settings], Rule]
+) -> list[UpdateGroup]:
+    """The parameters that have a gradient, each to be clipped by itself at a number.
+
+    Those of a group stay together where our kernel takes all of them in one call, with the same bits.
+    """
+    joined = collect(param_groups, state, rule_of, "group")
+    if not all([_are_clipped_by_kernel(group) for group in joined]):
+        return collect(param_groups, state, rule_of, "tensor")
+    for group in joined:
+        group.clips_tensors = True
+    return joined
+
+
+def _are_clipped_by_kernel(group: UpdateGroup) -> bool:
+    """Whether each parameter alone would go to our kernel, with a threshold that is a number."""
+    settings = group.settings
+    if group.view is None or group.clip_rule is not None or isinstance(group.rule.lr, Tensor):
+        return False
+    if settings["foreach"] is not None or settings["fused"]:
+        return False
+    return bool(group.buffers or group.rule.weight_decay) or max(group.view.sizes) <= _LARGE
 
 
 def _find_state(group: UpdateGroup, state: State) -> None:

@@ -149,6 +149,16 @@ class Kernel:
         norm = math.sqrt(self.sum_of_squares(x))
         return norm if low < norm < high else None
 
+    def squares_of_tensors(self, x: View) -> list[float]:
+        r""":math:`\lVert t_i \rVert^2` of each tensor of the first list, to the bit as of that one alone."""
+        threads = _num_threads()
+        squares: list[float] = []
+        for at in range(0, x.length * ctypes.sizeof(_int64), ctypes.sizeof(_int64)):
+            address = ctypes.byref(x.addresses, at)
+            size = ctypes.byref(x.sizes, at)
+            squares.append(self._sum_of_squares(address, size, 1, x.doubles, threads, False, None, None))
+        return squares
+
     def norms_of_units(self, x: View, starts: Any, norms: Array, which: int = 0) -> float:
         r""":math:`\sum_u \lVert u \rVert^2` of list ``which``, and :math:`\lVert u \rVert` of each unit.
 
