@@ -35,7 +35,7 @@ def test_numbers_are_accepted_or_named(check, good, bad):
 def test_a_count_is_an_int_of_at_least_so_many():
     assert type(check_count("steps", np.int64(7))) is int
     assert check_count("steps", 0, least=0) == 0
-    with pytest.raises(ValueError, match="`steps` must be a whole number of at least 3, got 2"):
+    with pytest.raises(ValueError, match=r"`steps`.* 3, got 2"):
         check_count("steps", 2, least=3)
 
 

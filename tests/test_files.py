@@ -108,9 +108,9 @@ def test_a_damaged_row_is_skipped_or_refused_and_its_line_named(path):
     with pytest.warns(UserWarning, match="skipped line 2, it is no JSON object"):
         assert [row["step"] for row in rows_in(path)] == [0, 2]
     path.write_bytes(b"".join(lines).replace(b'"step": 1', b'"step": 9'))
-    with pytest.warns(UserWarning, match="skipped line 2, it does not match its checksum.*removing `crc32`"):
+    with pytest.warns(UserWarning, match=r"line 2.*checksum.*`crc32`"):
         assert [row["step"] for row in rows_in(path)] == [0, 2]
-    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2 is no row, it does not match its checksum"):
+    with pytest.raises(ValueError, match=r"metrics\.jsonl: line 2.*checksum"):
         rows_in(path, skip_damaged=False)
 
 

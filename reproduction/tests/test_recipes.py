@@ -147,7 +147,7 @@ def test_a_recipe_keeps_the_options_of_its_model_beside_its_fields():
     assert to_dict(recipe)["hidden"] == 50  # as in the folders of earlier runs
     with pytest.raises(ValueError, match="`options` must be one of"):
         dataclasses.replace(recipe, options={"heads": 2})
-    with pytest.raises(ValueError, match=r"has no field `heads`\. Fields: .*hidden"):
+    with pytest.raises(ValueError, match=r"`heads`.*hidden"):
         with_fields(recipe, heads=2)
 
 

@@ -41,13 +41,13 @@ def test_a_text_is_evaluated_in_at_most_ten_streams(tmp_path, size):
 
 
 def test_a_text_without_words_to_evaluate_on_is_refused_before_training(tmp_path):
-    with pytest.raises(ValueError, match=r"The valid part of the corpus, .* has 1 words to evaluate on"):
+    with pytest.raises(ValueError, match=r"valid.* 1 words"):
         make_task(replace(small_language(tmp_path), eval_size=1))
 
 
 @pytest.mark.parametrize("count", [3, 7])
 def test_too_few_words_are_counted_as_they_were_cut(tmp_path, count):
-    with pytest.raises(ValueError, match=f"There are {count} words to train on: too few for `batch_size` 4"):
+    with pytest.raises(ValueError, match=f"{count} words.*`batch_size`"):
         make_task(small_language(tmp_path, num_words=count, batch_size=4))
 
 
@@ -76,7 +76,7 @@ def test_a_vocabulary_changes_the_start_only_where_it_is_set(tmp_path):
     recipe = small_language(tmp_path)
     assert recipe.problem == "text.txt/lstm/8/10/2"  # as before there was one: old runs keep their start
     assert replace(recipe, vocabulary=12).problem == "text.txt-12/lstm/8/10/2"
-    with pytest.raises(ValueError, match="`vocabulary` must be a whole number of at least 3, got 2"):
+    with pytest.raises(ValueError, match=r"`vocabulary`.* 3, got 2"):
         replace(recipe, vocabulary=2)
 
 

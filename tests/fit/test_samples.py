@@ -113,13 +113,13 @@ def test_numbers_whose_squares_are_not_finite_are_skipped(size):
 
 
 def test_trace_that_cannot_be_fitted_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match=r"has no rows: no step was measured.*probe.watch"):
+    with pytest.raises(ValueError, match=r"probe.watch"):
         fit_smoothness(Trace())
     with pytest.raises(ValueError, match="got 1 of 1"):
         fit_smoothness(make_trace([1.0], [1.0]))
     trace = make_trace(np.full(30, np.nan), np.ones(30))
     trace.append({"step": 99, "status": NONFINITE})
-    with pytest.raises(ValueError, match="1 marked as not ok, 30 without a positive finite `grad_norm`"):
+    with pytest.raises(ValueError, match=r"1 marked.* 30 without"):
         fit_smoothness(trace)
     g, ell = simulated(np.random.default_rng(0), num=30)
     for bad in ({"quantile": 1.0}, {"level": 0.0}, {"estimator": "sharpness"}):

@@ -328,7 +328,7 @@ class Empty(L.LightningModule):
 
 @pytest.mark.parametrize("callback", [SmoothnessCallback, Calibrate])
 def test_several_optimizers_none_and_no_parameters_get_one_clear_line(callback, tmp_path):
-    with pytest.raises(ValueError, match="needs one optimizer, and configure_optimizers gave 2"):
+    with pytest.raises(ValueError, match=r"one optimizer.* 2"):
         run(tmp_path, [callback()], kind=Two)
     with pytest.raises(ValueError, match=r"no parameter with|not in `model`"):
         trainer_of(tmp_path, [callback()]).fit(Empty(), loader())
@@ -337,7 +337,7 @@ def test_several_optimizers_none_and_no_parameters_get_one_clear_line(callback, 
         def configure_optimizers(self):
             return None
 
-    with pytest.raises(ValueError, match="needs one optimizer, and configure_optimizers gave 0"):
+    with pytest.raises(ValueError, match=r"one optimizer.* 0"):
         trainer_of(tmp_path, [callback()]).fit(NoneYet(), loader())
 
 
@@ -469,9 +469,7 @@ def test_an_old_version_is_refused_in_one_line(monkeypatch):
     from curvestep.integrations import reporting
 
     monkeypatch.setattr(reporting, "version", lambda package: "2.4.1")
-    with pytest.raises(
-        ImportError, match=r"needs lightning 2.5 or newer, found 2.4.1.*pip install -c constraints"
-    ):
+    with pytest.raises(ImportError, match=r"2.5 or newer, found 2.4.1.*pip install"):
         reporting.require("lightning", "2.5", "lightning")
 
 

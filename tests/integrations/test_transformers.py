@@ -360,7 +360,7 @@ def test_a_calibrated_run_is_the_run_with_the_numbers_typed_in(options, tmp_path
 
 
 def test_bad_input_gets_one_clear_line(tmp_path):
-    with pytest.raises(TypeError, match="`trainer` must be a transformers Trainer, got a Linear"):
+    with pytest.raises(TypeError, match=r"`trainer` must be.*Linear"):
         calibrate(torch.nn.Linear(2, 2))
     trainer = trainer_of(tmp_path, max_steps=1)
     trainer.train()

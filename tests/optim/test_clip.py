@@ -413,7 +413,7 @@ def test_an_optimizer_that_clips_already_and_what_is_none_are_refused():
         with pytest.raises(ValueError, match=r"clips already.*max_norm.*remove"):
             cs.clip(opt, 1.0)
     model: Any = nn.Linear(2, 2)
-    with pytest.raises(TypeError, match="`optimizer` must be a torch optimizer, got a Linear"):
+    with pytest.raises(TypeError, match=r"`optimizer` must be.*Linear"):
         cs.clip(model, 1.0)
 
 

@@ -109,7 +109,7 @@ def test_raise_names_the_parameter_and_changes_nothing(make, mode, bad):
 def test_raise_counts_unnamed_parameters():
     params = parameters((2,), (3,))
     params[1].grad[0] = math.nan
-    with pytest.raises(FloatingPointError, match=r"`parameter 1 of group 0`, shape \(3,\)"):
+    with pytest.raises(FloatingPointError, match="`parameter 1 of group 0`"):
         ClippedSGD(params, lr=0.1, max_norm=1.0).step()
 
 

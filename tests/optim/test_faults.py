@@ -210,7 +210,7 @@ def test_norm_that_overflows_though_every_gradient_is_finite_is_said_to(scope):
     params = [parameter(2, grad=torch.full((2,), 1.7e308), dtype=torch.float64) for _ in range(2)]
     before = [p.detach().clone() for p in params]
     optimizer = ClippedSGD(params, lr=0.1, max_norm=1.0, norm_scope=scope)
-    with pytest.raises(FloatingPointError, match="All gradients are finite, but their norm overflows"):
+    with pytest.raises(FloatingPointError, match="their norm overflows"):
         optimizer.step()
     assert all(torch.equal(p.detach(), q) for p, q in zip(params, before, strict=True))
 

@@ -106,7 +106,7 @@ def test_what_lies_on_cpu_and_elsewhere_is_no_graph(lr):
     with strict_device() as device:
         params = parameters(device) + ([] if isinstance(lr, torch.Tensor) else parameters("cpu"))
         optimizer = ClippedSGD(params, lr=lr, max_norm=1.0, nonfinite="skip", capturable=True)
-        with pytest.raises(RuntimeError, match="on an accelerator or all on cpu, and a Tensor `lr` where"):
+        with pytest.raises(RuntimeError, match="Tensor `lr`"):
             optimizer.step()
 
 
@@ -115,7 +115,7 @@ def test_what_lies_on_cpu_and_elsewhere_is_no_graph(lr):
 def test_a_step_is_no_whole_graph_and_says_so():
     torch._dynamo.reset()
     optimizer = ClippedSGD(parameters("cpu"), lr=0.1, max_norm=1.0, nonfinite="skip", capturable=True)
-    with pytest.raises(Exception, match="a step is no graph: leave out `fullgraph=True`"):
+    with pytest.raises(Exception, match="leave out `fullgraph=True`"):
         torch.compile(optimizer.step, backend="eager", fullgraph=True)()
 
 

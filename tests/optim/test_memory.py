@@ -72,7 +72,7 @@ def test_parameters_that_share_memory_step_as_with_torch(make, kind, size, threa
 def test_parameter_that_is_expanded_is_refused(make, path):
     p = nn.Parameter(torch.ones(3).expand(4, 3))
     p.grad = torch.ones(4, 3)
-    with pytest.raises(RuntimeError, match="more than one element of the written-to tensor"):
+    with pytest.raises(RuntimeError, match="written-to tensor"):
         MAKE[make]([p], **path).step()
 
 
@@ -241,7 +241,7 @@ def fork_while_probing(folder):
 
     def forked_step():
         torch.set_num_threads(1)  # or torch's own forward pass would wait for threads that were not forked
-        with pytest.warns(UserWarning, match="Another trace or process writes to it: give each its own file"):
+        with pytest.warns(UserWarning, match="give each its own file"):
             measured_step()
         assert len(probe.trace) == 2  # in memory
 

@@ -152,11 +152,11 @@ def test_each_representative_batch_is_the_best_beside_those_before_it(seed, num_
 
 def test_labels_of_no_use_are_refused():
     batches = [torch.tensor([0, 1]), torch.tensor([-100, -100])]
-    with pytest.raises(ValueError, match="at least one label that is not negative"):
+    with pytest.raises(ValueError, match="not negative"):
         representative_batches(batches, 1, labels=lambda y: y)
-    with pytest.raises(ValueError, match="`count` must be at most 1, the number of batches, got 2"):
+    with pytest.raises(ValueError, match=r"`count`.* 1.* got 2"):
         representative_batches(batches[:1], 2, labels=lambda y: y)
-    with pytest.raises(ValueError, match="`count` must be a whole number of at least 1"):
+    with pytest.raises(ValueError, match=r"`count`.* least 1"):
         representative_batches(batches[:1], 0, labels=lambda y: y)
     with pytest.raises(TypeError, match="`labels` must be whole numbers, got"):
         representative_batches([torch.tensor([0.5])], 1, labels=lambda y: y)

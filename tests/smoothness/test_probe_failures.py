@@ -86,7 +86,7 @@ def test_failed_measurement_is_marked_and_training_goes_on_unchanged(name, at):
 
 
 def test_first_failure_warns_and_later_ones_do_not():
-    with pytest.warns(UserWarning, match="failed at step 2.*Training continues") as caught:
+    with pytest.warns(UserWarning, match=r"failed at step 2.*Training continues") as caught:
         run(no_such_batch)
     assert len(caught) == 1
 
@@ -192,7 +192,7 @@ def test_parameters_unfrozen_later_need_a_new_probe(tmp_path):
     probe = SmoothnessProbe(model, every=1, trace=tmp_path / "trace.jsonl")
     steps(probe, model, loss_fn)
     model[3].requires_grad_(True)
-    with pytest.warns(UserWarning, match=r"other trainable parameters \(4\).*Make a new probe"):
+    with pytest.warns(UserWarning, match="Make a new probe"):
         steps(probe, model, loss_fn, 1)
     probe.close()
     with pytest.warns(UserWarning, match="header differs in: num_parameters"):

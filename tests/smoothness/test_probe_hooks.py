@@ -199,7 +199,7 @@ def test_gradient_clipped_by_value_is_allowed_and_a_foreign_one_is_not():
     optimizer.zero_grad()
     loss = probe.record(lambda: F.cross_entropy(model(x), y))
     (loss + sum(p.square().sum() for p in model.parameters())).backward()  # a penalty that was not recorded
-    with pytest.warns(UserWarning, match="every loss that is run backward, all of it"):
+    with pytest.warns(UserWarning, match="every loss"):
         optimizer.step()
     assert not probe.trace.ok[1]
 
@@ -259,7 +259,7 @@ def test_listeners_get_every_row_and_may_fail():
     def steps():
         recorded_steps(probe, optimizer, lambda: model(x).square().mean(), 5)
 
-    with pytest.warns(UserWarning, match="A listener of the probe failed at step 0.*no server") as caught:
+    with pytest.warns(UserWarning, match=r"listener.* step 0.*no server") as caught:
         steps()
     assert len(caught) == 1
     assert [row["step"] for row in rows] == [0, 2, 4]
@@ -286,9 +286,9 @@ def test_only_due_steps_are_recorded_and_a_missing_record_is_named():
 def test_what_cannot_be_watched_is_refused():
     model = net()
     probe = SmoothnessProbe(model)
-    with pytest.raises(ValueError, match="none of the model's trainable parameters"):
+    with pytest.raises(ValueError, match="trainable parameters"):
         probe.watch(torch.optim.SGD(net().parameters(), lr=0.1))
-    with pytest.raises(TypeError, match="must be a torch optimizer, got a SimpleNamespace"):
+    with pytest.raises(TypeError, match="SimpleNamespace"):
         probe.watch(types.SimpleNamespace())
     wrapper = types.SimpleNamespace(optimizer=torch.optim.SGD(model.parameters(), lr=0.1))
     assert probe.watch(wrapper) is probe

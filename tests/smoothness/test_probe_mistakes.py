@@ -98,9 +98,7 @@ def test_a_second_optimizer_of_the_same_model_is_warned_of_once():
     for step in range(4):
         probe.record(lambda: F.cross_entropy(model(x), y)).backward()
         if step == 1:
-            with pytest.warns(
-                UserWarning, match=r"watches SGD, and something else trains 1 parameters of the same model"
-            ):
+            with pytest.warns(UserWarning, match=r"watches SGD.* 1 parameters"):
                 one.step()
         else:
             one.step()  # warnings are errors here
@@ -199,7 +197,7 @@ def test_a_forgotten_backward_is_said_at_the_first_row(form):
         probe.watch(optimizer).record(lambda: F.cross_entropy(model(x), y))
     else:
         block = probe(lambda: F.cross_entropy(model(x), y))
-    with pytest.warns(UserWarning, match=r"`.grad` is empty before the step. Call `loss.backward"), block:
+    with pytest.warns(UserWarning, match="Call `loss.backward"), block:
         optimizer.step()
     assert "loss.backward()" in probe.trace[0]["status"]
 

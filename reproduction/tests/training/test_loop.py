@@ -165,7 +165,7 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
     recipe = small_language(tmp_path)
     train(recipe, tmp_path / "run", **quiet)
     before = {p.name: p.read_bytes() for p in (tmp_path / "run").iterdir()}
-    with pytest.raises(ValueError, match=r"already holds a run. Resume it, or choose another folder"):
+    with pytest.raises(ValueError, match="Resume it, or choose another"):
         train(recipe, tmp_path / "run", **quiet)
     with pytest.raises(ValueError, match=r"a run of another recipe \(lr 1.0 → 2.0\)"):
         train(with_fields(recipe, lr=2.0), tmp_path / "run", resume=True, **quiet)
@@ -174,10 +174,10 @@ def test_a_folder_with_a_run_is_not_overwritten(tmp_path):
 
 def test_a_folder_of_something_else_is_refused(tmp_path):
     (tmp_path / "checkpoint.pt").write_bytes(b"precious")
-    with pytest.raises(ValueError, match=r"has checkpoint.pt but no config.json: it is no run folder"):
+    with pytest.raises(ValueError, match=r"no config.json"):
         train(small_language(tmp_path / "data"), tmp_path, resume=True, **quiet)
     (tmp_path / "config.json").write_text('{"mine": true}')
-    with pytest.raises(ValueError, match=r"config.json is not a recipe of this version"):
+    with pytest.raises(ValueError, match=r"config.json is not a recipe"):
         train(small_language(tmp_path / "data"), tmp_path, resume=True, **quiet)
     assert (tmp_path / "checkpoint.pt").read_bytes() == b"precious"
 
@@ -245,9 +245,7 @@ def test_impossible_arguments_are_named_and_leave_nothing(tmp_path, arguments, w
 
 
 def test_a_batch_that_devices_cannot_share_is_an_error(tmp_path):
-    with pytest.raises(
-        ValueError, match="`batch_size` must be a multiple of the number of devices, 2, got 3"
-    ):
+    with pytest.raises(ValueError, match=r"`batch_size`.* 2, got 3"):
         train(small_language(tmp_path, batch_size=3), tmp_path / "run", devices=2, **quiet)
     assert not (tmp_path / "run").exists()
 

@@ -69,5 +69,5 @@ def test_a_run_is_not_resumed_on_other_data(tmp_path, monkeypatch):
     interrupt_at(6, recipe, tmp_path / "run")
     stand_in = replace(load_corpus(recipe.corpus), name="topics")
     monkeypatch.setattr("curvestep_reproduction.tasks.load_corpus", lambda *_, **__: stand_in)
-    with pytest.raises(ValueError, match=r"was trained on text\.txt, now there is topics"):
+    with pytest.raises(ValueError, match=r"text\.txt.*topics"):
         train(recipe, tmp_path / "run", resume=True, progress=False)
