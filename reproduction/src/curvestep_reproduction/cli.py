@@ -36,6 +36,7 @@ def reproduce(parser: Parser, args: list[str]) -> int:
     parser.flag("--dry-run", "Only print which runs it would make, and their cost in core-hours")
     chosen = parser.read(args)
     from curvestep_reproduction.figures.reproduction import cost_table, make_plan, reproduce as library
+    from curvestep_reproduction.training.run_folder import space_in
 
     figures = chosen.FIGURE or None
     if chosen.dry_run:
@@ -43,7 +44,9 @@ def reproduce(parser: Parser, args: list[str]) -> int:
         return OK
 
     names = ("scale", "only", "offline", "engine", "workers", "address")
-    result = library(chosen.folder, figures=figures, **_arguments(chosen, *names))
+    kept = "Runs and pictures so far are kept: free space, then run the same command again."
+    with space_in(Path(chosen.folder), kept):
+        result = library(chosen.folder, figures=figures, **_arguments(chosen, *names))
     say(result)
     return _code(failed=bool(result.failures))
 
@@ -91,14 +94,14 @@ def sweep(parser: Parser, args: list[str]) -> int:
     recipe = with_given(parser, recipe, {name: given[name][0] for name in given if name not in grid})
     if not grid:
         parser.error("give at least one field several values, such as --lr 3 10 30")
-    from curvestep_reproduction.training.sweep import sweep as library
+    from curvestep_reproduction.training.sweep import ranking, sweep as library
 
     names = ("engine", "workers", "address", "offline")
     folder = chosen.folder or f"runs/sweep-{recipe.name}"
-    result = library(recipe, grid, folder, **_arguments(chosen, *names))
-    say(result)
-    say(f"curvestep report {result.folder}")
-    return _code(failed=any(trial.status == "failed" for trial in result.trials))
+    trials = library(recipe, grid, folder, **_arguments(chosen, *names))
+    say(ranking(trials))
+    say(f"curvestep report {folder}")
+    return _code(failed=any(trial.status == "failed" for trial in trials))
 
 
 def calibrate(parser: Parser, args: list[str]) -> int:

@@ -3,6 +3,7 @@
 import json
 import math
 from collections import Counter
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -136,3 +137,11 @@ def test_the_summary_counts_what_decides_and_gives_the_central_claims():
     assert "What decides them: the paper's two-layer LSTM for one epoch (2)." in words
     assert "Figure 2, in part: It is 2." in words
     assert words.count("It is 2.") == 1
+
+
+def test_the_summary_gives_the_nearest_scale_where_a_central_claim_is_not_tested():
+    row = replace(
+        claim(NOT_TESTED, name="follows-gradient"), beside={"laptop": "It is 3.", "longer": "It is 4."}
+    )
+    assert "At the scale longer: It is 4." in summary([row])
+    assert "It is 3." not in summary([row])

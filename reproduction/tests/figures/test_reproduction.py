@@ -109,7 +109,7 @@ def test_only_the_runs_that_are_named_are_made():
     assert named_runs(plan, ()) == plan.runs
     with pytest.raises(ValueError, match="Did you mean cifar-momentum-seed0"):
         named_runs(plan, ("cifar-momentun-seed0",))
-    assert cost_table(plan, names[:1]).startswith("1 runs, about 12 core-hours")
+    assert cost_table(plan, names[:1]).startswith("1 run, about 12 core-hours")
 
 
 def test_the_plan_has_three_calibrated_runs_beside_those_by_hand():

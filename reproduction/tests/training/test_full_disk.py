@@ -63,3 +63,15 @@ def test_a_checkpoint_for_which_there_is_no_room_leaves_the_one_before(tmp_path)
     assert "No space left in" in full.stderr
     assert not (tmp_path / "run" / "checkpoint.pt").exists()
     assert run_command(*command).returncode == 0
+
+
+def test_a_reproduction_on_a_full_disk_is_one_line_and_ends_with_room(tmp_path):
+    command = ("reproduce", "fig7", "--quiet", "--folder", str(tmp_path / "out"))
+    full = run_command(*command, largest_file=LIMIT)  # below a picture
+    assert full.returncode == 1
+    assert full.stderr.count("\n") == 1, full.stderr
+    assert "No space left in" in full.stderr
+    assert "run the same command again" in full.stderr
+    after = run_command(*command)
+    assert after.returncode == 0, after.stderr
+    assert (tmp_path / "out" / "figures" / "fig7.svg").exists()

@@ -22,7 +22,7 @@ from curvestep_reproduction.training.run_folder import (
     result_in,
     write_status,
 )
-from curvestep_reproduction.training.sweep import SweepResult, sweep
+from curvestep_reproduction.training.sweep import ranking, sweep
 from reproduction.tests.small import small_language
 
 GRID = {"lr": [0.5, 2.0], "max_norm": [0.25, math.inf], "seed": [0, 1]}
@@ -48,9 +48,9 @@ def on_joblib(tmp_path_factory):
 
 @pytest.mark.slow
 def test_every_point_of_the_grid_is_a_run_equal_to_training_it_alone(on_joblib, tmp_path):
-    assert len(on_joblib.trials) == 8
+    assert len(on_joblib) == 8
     assert str(on_joblib).count("finished") == 8
-    trial = on_joblib.trials[5]
+    trial = on_joblib[5]
     run = TrainedRun.load(trial.folder)
     point = [values[bit] for values, bit in zip(GRID.values(), (1, 0, 1), strict=True)]  # the sixth of eight
     assert [getattr(run.recipe, name) for name in GRID] == point
@@ -74,7 +74,7 @@ def test_trials_of_another_recipe_are_not_taken_for_this_sweeps(tmp_path):
 @pytest.mark.slow
 def test_a_second_sweep_skips_what_has_ended(on_joblib):
     before = {path: path.stat().st_mtime_ns for path in on_joblib.folder.glob("*/*")}
-    recipe = TrainedRun.load(on_joblib.trials[0].folder).recipe
+    recipe = TrainedRun.load(on_joblib[0].folder).recipe
     again = sweep(recipe, GRID, on_joblib.folder, progress=False)
     assert again == on_joblib
     assert {path: path.stat().st_mtime_ns for path in on_joblib.folder.glob("*/*")} == before
@@ -125,9 +125,9 @@ def sweep_with_a_kill(folder, is_worker, *arguments, **options):
 
 @pytest.mark.slow
 def test_a_killed_joblib_worker_loses_nothing(on_joblib, tmp_path):
-    recipe = TrainedRun.load(on_joblib.trials[0].folder).recipe
+    recipe = TrainedRun.load(on_joblib[0].folder).recipe
     result = sweep_with_a_kill(tmp_path, is_loky, recipe, GRID)
-    assert {t.status for t in result.trials} == {"finished"}
+    assert {t.status for t in result} == {"finished"}
     assert fingerprint(tmp_path) == fingerprint(on_joblib.folder)
 
 
@@ -137,11 +137,11 @@ def test_a_killed_joblib_worker_loses_nothing(on_joblib, tmp_path):
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_ray_gives_what_joblib_gives_and_a_killed_worker_loses_nothing(on_joblib, tmp_path, monkeypatch):
     monkeypatch.setenv("RAY_worker_niceness", "0")  # by itself Ray's workers give way to all other tests
-    recipe = TrainedRun.load(on_joblib.trials[0].folder).recipe
+    recipe = TrainedRun.load(on_joblib[0].folder).recipe
     is_worker = lambda p: "ray::_call" in " ".join(p.cmdline())  # noqa: E731
     result = sweep_with_a_kill(tmp_path, is_worker, recipe, GRID, engine="ray")
-    assert {t.status for t in result.trials} == {"finished"}
-    assert [t.train_loss for t in result.trials] == [t.train_loss for t in on_joblib.trials]
+    assert {t.status for t in result} == {"finished"}
+    assert [t.train_loss for t in result] == [t.train_loss for t in on_joblib]
     assert fingerprint(tmp_path) == fingerprint(on_joblib.folder)
 
 
@@ -160,7 +160,7 @@ if __name__ == "__main__":
 
 @pytest.mark.slow
 def test_workers_end_with_the_sweep_that_started_them(on_joblib, tmp_path):
-    recipe = TrainedRun.load(on_joblib.trials[0].folder).recipe
+    recipe = TrainedRun.load(on_joblib[0].folder).recipe
     write_json(tmp_path / "recipe.json", to_dict(with_fields(recipe, steps=100_000)))
     (tmp_path / "script.py").write_text(SCRIPT)
     process = subprocess.Popen([sys.executable, tmp_path / "script.py", tmp_path], start_new_session=True)
@@ -183,8 +183,8 @@ def test_failed_and_diverged_trials_are_recorded_and_the_rest_carried_on(tmp_pat
     recipe = eight(tmp_path / "data", max_norm=math.inf, steps=20)
     grid = {"lr": [1.0, 500.0], "corpus": [recipe.corpus, str(tmp_path / "missing.txt")]}
     result = sweep(recipe, grid, tmp_path / "sweep", workers=1)
-    assert [t.status for t in result.trials] == ["finished", "failed", "diverged", "failed"]
-    assert "missing.txt" in result.trials[1].message
+    assert [t.status for t in result] == ["finished", "failed", "diverged", "failed"]
+    assert "missing.txt" in result[1].message
     lines = capsys.readouterr().out.splitlines()
     assert len(lines) == 4
     assert lines[0].startswith("[1/4] lr=1,")
@@ -192,7 +192,7 @@ def test_failed_and_diverged_trials_are_recorded_and_the_rest_carried_on(tmp_pat
 
     (tmp_path / "missing.txt").write_text((tmp_path / "data" / "text.txt").read_text())
     again = sweep(recipe, grid, tmp_path / "sweep", workers=1, progress=False)  # what failed is tried again
-    assert [t.status for t in again.trials] == ["finished", "finished", "diverged", "diverged"]
+    assert [t.status for t in again] == ["finished", "finished", "diverged", "diverged"]
 
 
 @pytest.mark.parametrize(
@@ -230,7 +230,7 @@ def test_a_sweep_prints_the_lowest_loss_first_and_lost_trials_last(tmp_path):
     trials = tuple(
         RunResult(folder=tmp_path / name, status="finished", train_loss=loss) for name, loss in ends.items()
     )
-    assert str(SweepResult(folder=tmp_path, trials=trials)).splitlines() == [
+    assert ranking(trials).splitlines() == [
         "lr=3   finished, training loss -0.2500",
         "lr=1   finished, training loss 0.5000",
         "lr=30  finished",

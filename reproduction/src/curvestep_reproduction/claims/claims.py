@@ -271,7 +271,12 @@ def central_findings(claims: Sequence[Claim]) -> list[str]:
     """Which runs decide, and what they show of the claims that carry the paper, a sentence each."""
     by_name = {claim.name: claim for claim in claims}
     central = [by_name[name] for name in CENTRAL if name in by_name]
-    findings = [f"{claim.source}, {claim.verdict}: {claim.sentence}" for claim in central]
+    findings = []
+    for claim in central:
+        findings.append(f"{claim.source}, {claim.verdict}: {claim.sentence}")
+        if claim.verdict == NOT_TESTED and claim.beside:
+            scale, found = list(claim.beside.items())[-1]
+            findings.append(f"At the scale {scale}: {found}")
     return [what_decided(claims), *findings]
 
 

@@ -20,11 +20,12 @@ from curvestep_reproduction.recipes import SCALES, Recipe, with_fields
 from curvestep_reproduction.training.run_folder import TrainedRun
 
 KEPT_CLAIMS = KEPT / "claims.json"  # of the larger scales, written by reproduction/pages.py
-# The scale that has the paper's own model for a figure; of figure 4 that of (c) and (d).
+# Figures for which a scale has the paper's own model; for figure 4 one has (a) and (b), another (c) and (d).
 PAPER_SIZE = {
-    "fig1": "epoch", "fig2": "epoch", "fig3": "paper", "fig4": "paper", "fig5": "epoch", "fig6": "epoch",
-    "fig8": "longer",
-}  # fmt: skip
+    "epoch": ("fig1", "fig2", "fig4", "fig5", "fig6"),
+    "paper": ("fig3", "fig4"),
+    "longer": ("fig8",),
+}
 
 
 @dataclass(frozen=True)

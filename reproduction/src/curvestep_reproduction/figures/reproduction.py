@@ -215,7 +215,7 @@ def cost_table(plan: Plan, only: Sequence[str] = ()) -> str:
     """The runs of a plan with their cost in core-hours, roughly, one line a setting."""
     plan = replace(plan, runs=named_runs(plan, only))
     total = sum(run.cost for run in plan.runs) / 3600
-    lines = [f"{len(plan.runs)} runs, about {total:.3g} core-hours in all"]
+    lines = [f"{len(plan.runs)} run{'s' * (len(plan.runs) != 1)}, about {total:.3g} core-hours in all"]
     for setting in dict.fromkeys(run.setting for run in plan.runs):
         runs = plan.of(setting)
         hours = sum(run.cost for run in runs) / 3600
@@ -282,8 +282,8 @@ def _trained(figure: PaperFigure, results: Results) -> list[str]:
 def draw_kept(asked: Container[str], folder: Path, *, progress: bool) -> Drawn:
     """Draw figures at the paper's size from the runs that come with the package; lost ones are named."""
     drawn = Drawn()
-    for scale in dict.fromkeys(PAPER_SIZE.values()):
-        names = [name for name, own in PAPER_SIZE.items() if own == scale and name in asked]
+    for scale, own in PAPER_SIZE.items():
+        names = [name for name in own if name in asked]
         if not names:
             continue
         with tempfile.TemporaryDirectory() as place:

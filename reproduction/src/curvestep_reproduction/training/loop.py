@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import errno
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, nullcontext, suppress
+from collections.abc import Callable
+from contextlib import closing, nullcontext, suppress
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,6 +44,7 @@ from curvestep_reproduction.training.run_folder import (
     has_ended,
     locked,
     open_run,
+    space_in,
     write_status,
 )
 from curvestep_reproduction.training.session import Session
@@ -52,7 +52,7 @@ from curvestep_reproduction.training.session import Session
 if TYPE_CHECKING:
     from lightning_fabric import Fabric
 
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+KEPT = "The run so far is kept: free space, then `--resume`."
 
 
 def train(
@@ -89,7 +89,7 @@ def train(
     fabric = make_fabric(recipe, devices=devices)
     if has_ended(folder):
         return open_run(folder, recipe, resume=resume).result  # reads only: the folder need not be writable
-    with _space_in(folder), locked(folder), ignore_sigint(fabric):
+    with space_in(folder, KEPT), locked(folder), ignore_sigint(fabric):
         run = open_run(folder, recipe, resume=resume)
         process = partial(
             _train,
@@ -101,19 +101,6 @@ def train(
         )
         _launch(fabric, run, process)
     return TrainedRun.load(folder).result
-
-
-@contextmanager
-def _space_in(folder: Path) -> Iterator[None]:
-    """Say what to do if the disk is full; inside each process: an error leaves it as text."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno not in _NO_SPACE:
-            raise
-        raise OSError(
-            f"No space left in {folder}. The run so far is kept: free space, then `--resume`."
-        ) from error
 
 
 def _launch(fabric: Fabric, run: TrainedRun, process: Callable[[Fabric], None]) -> None:
@@ -150,7 +137,7 @@ def _train(
     if run.status["status"] in ENDED:
         return
     recipe = run.recipe
-    with _space_in(run.folder), run_context(recipe, threads=threads), stop_signal() as stop:
+    with space_in(run.folder, KEPT), run_context(recipe, threads=threads), stop_signal() as stop:
         task = make_task(recipe, rank=fabric.global_rank, world_size=fabric.world_size, offline=offline)
         session = Session(fabric, run, task)
         status_file = _StatusFile(run, session, checkpoint_seconds)

@@ -7,6 +7,7 @@ function of the recipe and the data; only there are times kept. ``checkpoint.pt`
 
 from __future__ import annotations
 
+import errno
 import math
 import os
 from collections.abc import Iterator, Sequence
@@ -38,7 +39,19 @@ LOCK = ".lock"
 WAITING = "waiting"  # the status of a run without a folder
 # What the status of a run has, that of one which failed before its first step but in part.
 RESULT = ("status", "step", "train_loss", "metrics", "num_parameters", "seconds", "data")
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PATIENCE = 3.0  # seconds to wait for another process to leave a folder
+
+
+@contextmanager
+def space_in(folder: Path, words: str) -> Iterator[None]:
+    """Say what is kept and what to do if the disk is full; in each process, as an error leaves it as text."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in NO_SPACE:
+            raise
+        raise OSError(f"No space left in {folder}. {words}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -15,20 +14,6 @@ from curvestep_reproduction.training.loop import train
 from curvestep_reproduction.training.run_folder import RunResult, has_ended, result_in
 
 Grid = Mapping[str, Sequence[object]]  # values to try, by field
-
-
-@dataclass(frozen=True, kw_only=True)
-class SweepResult:
-    """Every run of a sweep, in the order of the grid."""
-
-    folder: Path
-    trials: tuple[RunResult, ...]
-
-    def __str__(self) -> str:
-        """A line for each run, the lowest loss first."""
-        ranked = sorted(self.trials, key=lambda trial: trial.score)
-        width = max(len(trial.folder.name) for trial in ranked)
-        return "\n".join(f"{trial.folder.name:<{width}}  {trial.ending}" for trial in ranked)
 
 
 def sweep(
@@ -42,11 +27,11 @@ def sweep(
     progress: bool = True,
     checkpoint_seconds: float = 60.0,
     offline: bool = False,
-) -> SweepResult:
+) -> list[RunResult]:
     """Train ``recipe`` at every point of ``grid``, each in a run folder of its own.
 
     Run again, it skips what has ended and goes on with the rest. A trial that fails or diverges is recorded
-    and the others carry on. ``curvestep report`` compares them.
+    and the others carry on. ``curvestep report`` compares them. The results are in the order of the grid.
 
     Args:
         recipe: What the trials share.
@@ -76,8 +61,14 @@ def sweep(
         if progress:
             trial = result_in(folder / outcome.name, outcome.error)
             print(f"[{number}/{len(jobs)}] {outcome.name}: {trial.ending}", flush=True)
-    trials = [result_in(folder / name, errors.get(name, "")) for name in recipes]
-    return SweepResult(folder=folder, trials=tuple(trials))
+    return [result_in(folder / name, errors.get(name, "")) for name in recipes]
+
+
+def ranking(trials: Sequence[RunResult]) -> str:
+    """A line for each trial, the lowest loss first."""
+    ranked = sorted(trials, key=lambda trial: trial.score)
+    width = max(len(trial.folder.name) for trial in ranked)
+    return "\n".join(f"{trial.folder.name:<{width}}  {trial.ending}" for trial in ranked)
 
 
 def _recipes(recipe: Recipe, grid: Grid) -> dict[str, Recipe]:
