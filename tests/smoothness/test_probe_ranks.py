@@ -37,7 +37,7 @@ def fsdp2(model):
 
 
 def probes(path=None):
-    estimators = {"smoothness": 1, "local_smoothness": 5, "spectral_smoothness": 10}
+    estimators = {"local_smoothness": 5, "spectral_smoothness": 10, "layer_curvature": 5}
     return partial(SmoothnessProbe, every=5, estimators=estimators, layers=True, trace=path)
 
 
@@ -75,11 +75,12 @@ def test_two_processes_measure_what_one_does_and_agree_when(tmp_path):
                 for name in ("loss", "grad_norm", "step_norm", "smoothness", "kappa", "lr", "coefficient",
                              "secants", "grad_norms", "curvature", "cosine"):  # fmt: skip
                     assert row[name] == pytest.approx(expected[name], rel=1e-6)
-                for name in ("local_smoothness", "spectral_smoothness"):
-                    if expected[name] is not None:
+                for name in ("local_smoothness", "spectral_smoothness", "layer_curvature"):
+                    if expected.get(name) is not None:
                         assert row[name] == pytest.approx(expected[name], rel=1e-6)
                 for layer, values in expected["layers"].items():
-                    assert row["layers"][layer]["smoothness"] == pytest.approx(values["smoothness"], rel=1e-6)
+                    for name in {"smoothness", "layer_curvature"} & values.keys():
+                        assert row["layers"][layer][name] == pytest.approx(values[name], rel=1e-6)
         written = Trace.load(tmp_path / f"{kind}.jsonl")  # once: by rank 0
         assert len(written) == len(alone)
         assert written.header["world_size"] == 2

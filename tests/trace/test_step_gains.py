@@ -76,7 +76,7 @@ def test_without_interactions_all_of_the_penalty_is_within_layers():
     assert gains.within_share == pytest.approx(1.0)
     np.testing.assert_array_equal(np.isfinite(gains.within), [True, False, True, False])
     np.testing.assert_allclose(gains.within[::2], gains.penalty[::2])
-    assert "Within layers lie 100% of the penalty" in str(gains)
+    assert "100% of the penalty lies within layers" in str(gains)
 
 
 def test_measuring_within_layers_leaves_the_run_and_other_columns():

@@ -93,7 +93,10 @@ class StepGains:
             f"Curvature takes back {penalty:.3g} ({self.penalty_share:.0%})."
         ]
         if np.isfinite(self.within).any():
-            lines.append(f"Within layers lie {self.within_share:.0%} of the penalty, the rest between them.")
+            between = 1.0 - self.within_share
+            lines.append(
+                f"{self.within_share:.0%} of the penalty lies within layers, {between:.0%} between them."
+            )
         known = np.isfinite(self.fall)
         if known.any():
             expected = (self.gain - self.penalty)[known].mean()
