@@ -107,36 +107,34 @@ def table(found: dict[str, list[LawComparison]]) -> None:
         print(f"| {name} | {len(fits)} | {named} | {exponents[0]:.2f} to {exponents[-1]:.2f} | {errors} |")
 
 
-COLOURS = {"power": "C1", "affine": "C0", "loss": "C2", "": "0.6"}
+AFFINE = (0.71, 1.41)  # exponents that count as affine
 
 
 def picture(found: dict[str, list[LawComparison]], path: Path) -> None:
-    """The exponent of every run with its interval, beside 1 and 2."""
-    from matplotlib import pyplot as plt
+    """A row for each setting, a mark for each run: its exponent with interval, beside the affine band."""
+    from curvestep.report.drawing import COLOURS, panels, save, styled
 
-    num = sum(map(len, found.values()))
-    figure, axes = plt.subplots(figsize=(7.5, 1.2 + 0.11 * num + 0.1 * len(found)), layout="constrained")
-    place, ticks = 0.0, []
-    for fits in found.values():
-        first = place
-        for fit in fits:
-            colour, exponent = COLOURS[fit.best], fit.laws["power"].exponent
-            axes.plot(fit.exponent_interval, (place, place), color=colour, linewidth=1.2)
-            axes.plot(exponent, place, "o", color=colour, markersize=4)
-            place -= 1
-        ticks.append((first + place + 1) / 2)
-        place -= 1
-    axes.set_yticks(ticks, list(found), fontsize=8)
-    for exponent, style in ((1, "-"), (2, "--")):
-        axes.axvline(exponent, color="black", linestyle=style, linewidth=0.8)
-    axes.set(xscale="log", xlabel="exponent α of smoothness ~ L0 + Lα ‖g‖^α along the run, 95 % interval")
-    axes.set_xticks([0.1, 0.2, 0.5, 1, 2, 5], ["0.1", "0.2", "0.5", "1", "2", "5"])
-    axes.set_title("1: the paper's affine law.  2: where constant-step theory ends", fontsize=9)
-    for best, colour in COLOURS.items():
-        if any(fit.best == best for fits in found.values() for fit in fits):
-            axes.plot([], [], "o-", color=colour, label=best or "cannot tell")
-    axes.legend(title="law named", fontsize=8, loc="lower left")
-    figure.savefig(path, dpi=110)
+    named = {name: fits for name, fits in found.items() if any(fit.best for fit in fits)}
+    others = {name: fits for name, fits in found.items() if name not in named}
+    with styled():
+        figure, (axes,) = panels(1, 1, width=7.2, height=1.3 + 0.2 * len(found))
+        axes.axvspan(*AFFINE, color=COLOURS[0], alpha=0.15, linewidth=0)
+        axes.text(1, 0.6, "affine, as in the paper", ha="center", fontsize=9, color=COLOURS[0])
+        for place, fits in enumerate([*named.values(), *others.values()]):
+            for number, fit in enumerate(fits):
+                y = -place + 0.5 * (0.5 - (number + 1) / (len(fits) + 1))
+                colour = COLOURS[1] if fit.best == "power" else "0.6"
+                axes.plot(fit.exponent_interval, (y, y), color=colour, linewidth=1.2)
+                axes.plot(fit.laws["power"].exponent, y, "o", color=colour, markersize=4)
+        axes.set_yticks([-place for place in range(len(found))], [*named, *others], fontsize=8)
+        axes.set(xscale="log", xlim=(0.09, 7), ylim=(0.4 - len(found), 1.1))
+        axes.set_xticks([0.1, 0.2, 0.5, 1, 2, 5], ["0.1", "0.2", "0.5", "1", "2", "5"])
+        axes.set_xlabel("exponent of the gradient norm in sharpness (95 % interval; tried from 0.1 to 6)")
+        num = sum(bool(fit.best) for fits in named.values() for fit in fits)
+        total = sum(map(len, found.values()))
+        axes.set_title(f"{num} of {total} runs name a law (orange): a power above 1", fontweight="bold")
+        png, _ = save(figure, path)
+    png.unlink()  # the page shows the SVG
 
 
 if __name__ == "__main__":

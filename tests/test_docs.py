@@ -205,3 +205,13 @@ class QuietHandler(SimpleHTTPRequestHandler):
 def test_no_page_asks_for_a_number_that_has_not_come():
     for page in PAGES:
         assert not re.search(r"TODO|FIXME|TBD|\b[A-Z]{4,}_TABLE\b", page.read_text(encoding="utf-8")), page
+
+
+def test_no_wrapped_line_begins_with_a_number_that_markdown_makes_a_list_of():
+    for page in PAGES:
+        text = re.sub(r"(?ms)^ *```.*?^ *```", "", page.read_text(encoding="utf-8"))
+        number = 0
+        for line in text.splitlines():
+            if found := re.match(r"\s*(\d+)\.\s", line):
+                assert int(found[1]) in (1, number + 1), f"{page.name}: {line}"
+                number = int(found[1])
