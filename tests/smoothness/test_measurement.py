@@ -5,10 +5,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from curvestep.smoothness import probed_step
 from curvestep.smoothness.estimators import local_smoothness
-from curvestep.smoothness.measurement import layer_groups
+from curvestep.smoothness.measurement import along_step, layer_groups, local_part
 from curvestep.smoothness.probe import SmoothnessProbe
 from curvestep.smoothness.replay import Replay
+from curvestep.trace.schema import FAILED
 from tests.models import Quadratic
 from tests.smoothness.loops import block_steps
 
@@ -30,6 +32,18 @@ def test_each_layer_has_the_largest_change_of_its_part_of_the_gradient():
         assert row["layers"][name]["smoothness"] == pytest.approx(expected)
         assert row["layers"][name]["step_norm"] == pytest.approx(d[part].norm().item())
     assert row["layers"]["nothing"] == {"grad_norm": 0.0, "step_norm": 0.0}
+
+
+def test_measuring_at_the_start_fails_once_the_start_was_overwritten(monkeypatch):
+    def too_late(segment, replay, fractions):
+        along = along_step(segment, replay, fractions)
+        return along | local_part(segment, replay)
+
+    monkeypatch.setattr(probed_step, "along_step", too_late)
+    with pytest.warns(UserWarning, match="A smoothness measurement failed"):
+        row, *_ = measured(())
+    assert row["status"].startswith(FAILED)
+    assert row["local_smoothness"] is None
 
 
 class Words(nn.Module):

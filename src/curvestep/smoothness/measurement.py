@@ -28,7 +28,9 @@ LOCAL_TOLERANCE = 0.1  # relative change of a Hessian product when the differenc
 class Start:
     """Point and gradient before the step."""
 
-    point: list[Tensor]  # copies of the parameters at x_k, which measuring along the step overwrites
+    point: list[
+        Tensor
+    ]  # copies of the parameters at x_k; empty once measuring along the step overwrites them
     gradients: Gradients  # at x_k
     grad_norm: float  # their norm
     raw: Gradients | None  # the gradient that training computed, before any clipping; None with an oracle
@@ -146,11 +148,13 @@ def along_step(segment: Segment, replay: Replay, fractions: Sequence[float]) -> 
     The fast twin of :func:`~curvestep.smoothness.estimators.segment_smoothness`, in place.
     """
     secants: dict[float, Secant] = {}
-    along = SlopeAlong(replay.parameters, segment.start.point)
+    start = [*segment.start.point]
+    segment.start.point.clear()  # whoever reads it from now on gets an error, not the end of the step
+    along = SlopeAlong(replay.parameters, start)
     metric: list[ChangeInMetric] = []
     if not segment.geometry.is_euclidean:
-        metric.append(ChangeInMetric(segment.geometry, replay.parameters, segment.start.point))
-    for fraction in replay.along(segment.start.point, fractions):
+        metric.append(ChangeInMetric(segment.geometry, replay.parameters, start))
+    for fraction in replay.along(start, fractions):
         visitors: list[Visitor] = []
         if fraction == 1.0:  # later the start is overwritten
             visitors.append(along)
