@@ -3,15 +3,18 @@
 import multiprocessing
 import os
 import resource
+import runpy
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+ROOT = Path(__file__).parents[1]
 OURS = {"curvestep", "curvestep_reproduction", "tests", "reproduction", "docs", "benchmarks", "conftest"}
 CONTEXT = multiprocessing.get_context("forkserver")
 # What is not installed is passed over. Torch's optimizers import its compiler when they are made.
@@ -44,34 +47,61 @@ def _rank(rank, world_size, folder, function, args):
         dist.destroy_process_group()
 
 
+def run_in_fork(act, *given):
+    """How ``act(*given)`` ends in a process of its own, and what it prints, as `subprocess.run` would say."""
+    with tempfile.TemporaryDirectory() as folder:
+        paths = [Path(folder) / name for name in ("stdout", "stderr")]
+        process = CONTEXT.Process(target=_with_output, args=(paths, act, given))
+        process.start()
+        process.join()
+        return subprocess.CompletedProcess(given, process.exitcode, *(path.read_text() for path in paths))
+
+
+def _with_output(paths, act, given):
+    for number, path in enumerate(paths, 1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    act(*given)
+
+
 def run_command(*words, largest_file=None):
-    """``curvestep`` with these words in a process of its own, without a terminal, as `subprocess.run` would.
+    """``curvestep`` with these words, without a terminal.
 
     With ``largest_file``, writing beyond so many bytes of a file fails as on a full disk.
     """
-    with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / name for name in ("stdout", "stderr")]
-        process = CONTEXT.Process(target=_command, args=(words, paths, largest_file))
-        process.start()
-        process.join()
-        return subprocess.CompletedProcess(words, process.exitcode, *(path.read_text() for path in paths))
+    return run_in_fork(_command, words, largest_file)
+
+
+def _command(words, largest_file):
+    from curvestep.cli import main
+
+    if largest_file is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
+    sys.exit(main(words))
+
+
+def run_script(script, *arguments):
+    """What a script of this repository prints; a warning for its user is an error."""
+    done = run_in_fork(_script, ROOT / script, arguments)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout
+
+
+def _script(script, arguments):
+    warnings.simplefilter("error", UserWarning)
+    torch.set_num_threads(1)
+    sys.path.insert(0, str(script.parent))
+    sys.argv = [str(script), *map(str, arguments)]
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def run_pytest(folder, *arguments):
     """Pytest on another copy of the repository, as in a fresh process there, without the kernel."""
-    with tempfile.TemporaryDirectory() as temporary:
-        output = Path(temporary) / "output"
-        process = CONTEXT.Process(target=_pytest, args=(folder, arguments, output))
-        process.start()
-        process.join()
-        return subprocess.CompletedProcess(arguments, process.exitcode, output.read_text())
+    return run_in_fork(_pytest, folder, arguments)
 
 
-def _pytest(folder, arguments, output):
+def _pytest(folder, arguments):
     import pytest
 
-    for number in (1, 2):
-        os.dup2(os.open(output, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     for name in [name for name in sys.modules if name.partition(".")[0] in OURS]:
         del sys.modules[name]
     paths = [str(folder / "src"), str(folder / "reproduction" / "src")]
@@ -80,13 +110,3 @@ def _pytest(folder, arguments, output):
     os.chdir(folder)
     known = ("-W", "ignore::pytest.PytestAssertRewriteWarning")  # of plugins that are imported already
     sys.exit(int(pytest.main(["-q", "-p", "no:cacheprovider", *known, *arguments])))
-
-
-def _command(words, paths, largest_file):
-    from curvestep.cli import main
-
-    for number, path in enumerate(paths, 1):
-        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
-    if largest_file is not None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (largest_file, largest_file))
-    sys.exit(main(words))

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from docs import facts
 
-from tests.test_examples import run_script
+from tests.processes import run_script
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs"
@@ -92,8 +92,13 @@ def test_the_page_on_trust_repeats_its_tables_rightly():
 
 
 @pytest.mark.slow
-def test_the_script_of_the_page_on_trust_still_finds_its_numbers(tmp_path):
+def test_the_script_of_the_page_on_trust_finds_its_numbers_and_draws(tmp_path):
     run_script("docs/trust_figures.py", tmp_path)
+    shown = re.findall(
+        r"!\[[^\]]+\]\(images/([\w-]+\.svg)\)", (DOCS / "trust.md").read_text(encoding="utf-8")
+    )
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == sorted(shown)
+    assert len(shown) == 9
     found, kept = json.loads((tmp_path / "trust.json").read_text(encoding="utf-8")), results("trust.json")
     said = {name: value for name, value in kept.items() if isinstance(value, str)}
     assert {name: found.pop(name) for name in said} == said

@@ -3,28 +3,15 @@
 import ast
 import importlib
 import importlib.util
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from curvestep import Trace
+from tests.processes import run_script
 
 ROOT = Path(__file__).parent.parent
-
-
-def run_script(script, *arguments):
-    environment = {**os.environ, "MPLBACKEND": "Agg", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [sys.executable, "-W", "error::UserWarning", ROOT / script, *map(str, arguments)],
-        capture_output=True,
-        text=True,
-        env=environment,
-        check=True,
-    ).stdout
 
 
 @pytest.mark.slow
@@ -34,15 +21,6 @@ def test_measuring_a_training_loop_gives_a_fit_an_advice_and_a_picture(tmp_path)
     assert re.search("^(NO SIGN against|RAISE|LOWER) lr", words, re.MULTILINE)
     assert len(Trace.load(tmp_path / "trace.jsonl")) == 80
     assert (tmp_path / "smoothness.png").stat().st_size > 10_000
-
-
-@pytest.mark.slow
-def test_pictures_of_the_page_on_trust_are_drawn(tmp_path):
-    run_script("docs/trust_figures.py", tmp_path)
-    page = (ROOT / "docs" / "trust.md").read_text(encoding="utf-8")
-    shown = re.findall(r"!\[[^\]]+\]\(images/([\w-]+\.svg)\)", page)
-    assert sorted(path.name for path in tmp_path.glob("*.svg")) == sorted(shown)
-    assert len(shown) == 9
 
 
 @pytest.mark.slow
