@@ -86,7 +86,7 @@ FACTS = (
     Fact("gradients of a row", 2 + len(schedule.short_fractions([])), ("measured step costs # gradients",)),
     Fact("share of measuring", 100 * schedule.COST_SHARE,
         ("(?:then|takes?|later rows take|most) # % of the gradients",)),
-    Fact("first rows", schedule.FIRST_ROWS, ("first # rows come", "[Tt]akes # rows early", "# rows soon")),
+    Fact("first rows", schedule.FIRST_ROWS, ("first # rows come", "# rows early", "# rows soon")),
     Fact("spacing of the first rows", schedule.SPACING, ("rows come # steps apart",)),
     Fact("oldest Python", pinned("python = \">", "pyproject.toml", "="),
         ("Python # or later", r"python = \">=#")),

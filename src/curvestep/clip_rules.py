@@ -151,7 +151,7 @@ def percentile(p: float = 10.0, *, window: int = 1000) -> ClipRule:
     .. math::
         \gamma_k = \operatorname{percentile}_p\{g_1, \dots, g_k\}
 
-    With :math:`p = 10`, the authors' choice, nine steps of ten are clipped.
+    With :math:`p = 10`, the authors' choice, about 90 % of the steps are clipped.
 
     Args:
         p: Which percentile, between 0 and 100.

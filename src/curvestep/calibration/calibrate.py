@@ -73,7 +73,7 @@ def calibrate(
     metric: Callable[[Batch], Tensor | float] | None = None,
     progress: bool | None = None,
 ) -> Calibration:
-    r"""Find a learning rate and ``max_norm`` by short trials where training is about to start.
+    r"""Find a learning rate and ``max_norm`` by short trials before training; nothing is changed.
 
     Trials run the whole schedule in 16 steps, then in 48, and in more where the answer is doubtful. They are
     judged by batches that they do not step on. The rule is in :mod:`~curvestep.calibration.ladder`.

@@ -101,7 +101,7 @@ def clipping_bias(
     """How clipping changes the mean gradient where the parameters are: by what angle, to what length.
 
     Each batch is run backward twice; memory is that of two gradients more. Parameters, ``.grad``, buffers and
-    random states are the same bits afterwards. A one-shot iterator loses the batches that are read here.
+    random states are restored bit for bit. A one-shot iterator loses the batches read here.
 
     Note:
         Where a few rare batches turn the mean (one in ten), the interval of 64 batches holds the angle in 72

@@ -110,7 +110,7 @@ def unmoved(loader: object) -> Iterator[None]:
 def representative_batches(
     batches: Sequence[Batch], count: int, *, labels: Callable[[Batch], Tensor] = itemgetter(-1)
 ) -> list[int]:
-    r"""Places of a few batches whose labels together have nearly the shares that they have in all batches.
+    r"""Indices of a few batches whose labels together have nearly the shares of all batches.
 
     .. math::
         i_m = \arg\min_i \sum_c \Bigl( \frac{t_c + n_{ic}}{\sum_c (t_c + n_{ic})}

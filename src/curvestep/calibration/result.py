@@ -37,8 +37,8 @@ class Calibration:
         threshold: What the optimizer calls it: of NormalizedSGD ``offset``.
         confidence: ``"high"``, ``"medium"``, or ``"cannot tell"``: ``lr`` is then only a safe value.
         trials: Each with ``lr``, ``num_steps``, ``max_norm``, ``gain`` and ``error``, in their order.
-        loss: At the start, as ``grad_norm`` is.
-        num_gradients: The price, and ``seconds``.
+        loss: Loss before any trial; ``grad_norm`` likewise.
+        num_gradients: Gradients computed; ``seconds`` is the wall time.
         warnings: What to know before relying on the numbers, each with its ``kind``.
         clips_outside: Whether training clips outside of the optimizer: ``apply`` then sets no threshold.
     """

@@ -96,7 +96,7 @@ def tensorboard(writer: Any) -> Logger:
 
 
 def wandb(run: Any) -> Logger:
-    """A listener that logs rows to a run of Weights & Biases, over an axis of their own.
+    """A listener that logs rows to a run of Weights & Biases, against their own step axis.
 
     .. code-block:: python
 

@@ -61,7 +61,7 @@ class StepMeasurement:
         """Options of the measurement.
 
         Args:
-            every: Optimizer steps between measurements. Default: ten rows soon, then 5 % of the gradients.
+            every: Optimizer steps between measurements. Default: ten rows early, then 5 % of the gradients.
             fractions: Where on the step to take gradients, each in (0, 1]. Each costs one more pass over the
                 batch of a measured step. Default: two short ones that follow the run, and the whole step.
             estimators: Columns of the trace, or a mapping from column to its period in measurements.

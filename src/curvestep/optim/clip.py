@@ -44,8 +44,8 @@ def clip(
     method ``clip_stats()``, and its state dict carries the counters and the threshold.
 
     Args:
-        optimizer: A torch optimizer, or what Accelerate or Lightning wrapped one in. Groups that Muon steps
-            are left out of the norm, and said.
+        optimizer: A torch optimizer, or what Accelerate or Lightning wrapped one in. Groups that Muon
+            updates are excluded from the norm; a warning says so.
         max_norm: Norm :math:`\gamma` at which clipping starts, ``inf`` to count only, or a rule of
             :mod:`curvestep.clip_rules`. It becomes the entry
             ``max_norm`` of each parameter group that has none; change it there.
@@ -137,7 +137,7 @@ class Clipping:
         return counters.grad_norm, counters.coefficient
 
     def spikes(self) -> list[Spike]:
-        """The last steps whose gradient norm stood out, as for :class:`ClippedSGD`."""
+        """The last steps with an unusually large gradient norm, as for :class:`ClippedSGD`."""
         return list(self._record.read().spikes)
 
     def stop_double_clip_check(self) -> None:

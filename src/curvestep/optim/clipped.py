@@ -56,7 +56,8 @@ class ClippedSGD(ScaledSGD):
             CPU the package's own kernel, if it was built.
         fused: Use torch's fused kernel where it is right (dense tensors of equal strides; on CPU float32
             and float64), other tensors fall back to ``foreach``. A ``torch.amp.GradScaler`` then leaves
-            unscaling to the step, as with torch's fused optimizers: nothing waits for what it found.
+            unscaling to the step, as with torch's fused optimizers, so no host synchronisation reads its
+            ``found_inf``.
         capturable: Promise that the step can be recorded in a CUDA graph, after a few steps outside it, and
             replayed: every number stays on the device, counters among them. All parameters must be on an
             accelerator or all on CPU. What reads a norm is refused: ``nonfinite="raise"``, ``skip_above`` and

@@ -14,7 +14,7 @@ from curvestep.steps import normalized_step
 
 
 class NormalizedSGD(ScaledSGD):
-    r"""SGD with steps of nearly constant length: clipping with a smooth corner.
+    r"""SGD with steps of nearly constant length: its step is 0.5 to 1 times that of ClippedSGD.
 
     .. math::
         x_{k+1} = x_k - h_k g_k, \qquad h_k = \frac{\eta}{\lVert g_k \rVert + \beta}

@@ -199,7 +199,7 @@ class ScaledOptimizer(Optimizer, ABC):
     step.hooked = True  # pyright: ignore[reportFunctionMemberAccess]
 
     def spikes(self) -> list[Spike]:
-        """The last 100 steps whose gradient norm stood out from those before, with the layer that caused it.
+        """The last 100 steps with an unusually large gradient norm, and the layer that caused it.
 
         A spike is more than six standard deviations above the mean of the last 100 norms. On an accelerator
         only steps are looked at whose norm is read.

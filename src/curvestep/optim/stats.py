@@ -38,7 +38,7 @@ class ClipEdge(NamedTuple):
 
 
 class Spike(TypedDict):
-    """A step whose gradient norm stood out from those before it.
+    """A step with a gradient norm far above those before it.
 
     Attributes:
         step: Steps counted before it, skipped ones among them.

@@ -36,8 +36,8 @@ class GradientOracle:
         loss_of_batch: The mean loss of one batch, ``loss_of_batch(batch)``. With ``carry_state`` it takes the
             recurrent state too, None for the first batch, and returns both:
             ``loss, state = loss_of_batch(batch, state)``.
-        batches: The fixed set, kept as a list: a loader is read once. On several ranks, each rank's share,
-            all of the same size.
+        batches: The fixed set, kept as a list: a DataLoader is consumed once. On several ranks, each rank's
+            share, all of the same size.
         sizes: The :math:`n_i`. Default: the length of the first tensor in each batch.
         carry_state: Hand the state of each batch, detached, to the next one.
 

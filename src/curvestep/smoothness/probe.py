@@ -60,7 +60,7 @@ class SmoothnessProbe:
             optimizer.step()
             optimizer.zero_grad()
 
-    Any optimizer, any clipping, loss scaling or accumulation before the step. Where hooks do not fit,
+    It works with any optimizer, clipping, loss scaling or accumulation. Where hooks do not fit,
     ``with probe(loss_fn): optimizer.step()`` measures the one step inside the block, for one gradient less.
 
     Parameters, buffers, ``.grad``, optimizer state and random states end up as they would without the probe,

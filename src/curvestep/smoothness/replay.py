@@ -263,7 +263,7 @@ class Replay:
     ) -> Replayed:
         r"""Loss and gradient at :math:`x + \gamma d`; None in ``direction`` leaves a parameter where it is.
 
-        The ``origin`` :math:`x` is by default where the block began, ``fraction`` any finite number.
+        The ``origin`` :math:`x` is by default the point at block entry, ``fraction`` any finite number.
         """
         self.move(direction, fraction, origin=origin)
         return self.gradient()
@@ -290,7 +290,7 @@ class Replay:
 
     @property
     def point(self) -> list[Tensor]:
-        """A copy of the parameters where the block began."""
+        """A copy of the parameters at block entry."""
         return copies(self._home or self.parameters)
 
     def __call__(self, point: Sequence[Tensor]) -> list[Tensor | None]:
@@ -304,7 +304,7 @@ class Replay:
         return self._home
 
     def return_home(self) -> None:
-        """Put the parameters back where the block began."""
+        """Restore the parameters to their values at block entry."""
         self._go_home()
         self._home = None
         self._num_swapped = None

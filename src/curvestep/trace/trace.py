@@ -98,7 +98,7 @@ class Trace:
         return trace
 
     def describe(self, facts: Mapping[str, object]) -> None:
-        """Add facts about the run to the header, while there is no row; those that it has already stay."""
+        """Add facts about the run to the header before the first row; existing keys are kept."""
         if len(self):
             return
         self.header = _plain({**facts, **self.header})
