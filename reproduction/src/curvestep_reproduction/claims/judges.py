@@ -44,7 +44,7 @@ from curvestep_reproduction.claims.statistics import (
     variation,
 )
 from curvestep_reproduction.figures import legend
-from curvestep_reproduction.figures.fig6_data_fraction import DATA_SHARES, agreement
+from curvestep_reproduction.figures.fig6_data_fraction import ACCURATE, DATA_SHARES, agreement
 from curvestep_reproduction.figures.fig8_lstm_gd import compare, two_layer_settings
 from curvestep_reproduction.figures.plan import Results
 from curvestep_reproduction.training.run_folder import TrainedRun
@@ -56,7 +56,6 @@ VARIES = 2.0  # factor between the 5 % and the 95 % quantile up to which smoothn
 VARIES_GREATLY = 5.0  # factor from which it varies greatly
 LINEAR = 1.25  # exponent up to which growth counts as linear
 STEEPER = 1.5  # exponent from which it is steeper
-ACCURATE = 0.1  # relative error of an accurate estimate
 STAYS = 0.9  # a gradient norm of this share of the one before is not lowered
 ABOUT_THREE = 3.0  # the paper's ratio of gradient norms
 ABOUT = 1.5  # factor up to which a ratio is about another
@@ -328,14 +327,14 @@ def accurate_share(results: Results, *, quantity: int, name: str) -> Evidence:
     part, whole = (results.of(setting)[0] for setting in DATA_SHARES)
     agreed = agreement(part, whole)[quantity]
     errors = np.abs(agreed.part / agreed.whole - 1)
-    largest = float(errors.max())
+    largest = agreed.largest_error
     return Evidence(
         margins=(
             Spread(values=tuple(ACCURATE - errors)),
             Spread(values=(ACCURATE - largest,), deviation=0.0),
         ),
-        sentence=f"Over {len(errors)} iterates the mean error of the {name} is {100 * errors.mean():.1f} %, "
-        f"the largest {100 * largest:.1f} %.",
+        sentence=f"Over {len(errors)} iterates the mean error of the {name} is "
+        f"{100 * agreed.mean_error:.1f} %, the largest {100 * largest:.1f} %.",
         numbers={
             "model": whole.recipe.model_words,
             "iterates": str(len(agreed.steps)),

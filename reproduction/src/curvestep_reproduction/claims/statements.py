@@ -166,11 +166,6 @@ def quartic_arithmetic(results: Results) -> Evidence:
     )
 
 
-def certified(results: Results, *, theorem: theorem_judges.Theorem) -> Evidence:
-    """A theorem as printed, on random functions."""
-    return theorem_judges.evidence(theorem)
-
-
 STATEMENTS = (
     Statement("smoothness-varies", "Figure 1", "Smoothness varies greatly along training.",
               judges.varies, ("fig1",), scale="epoch"),
@@ -239,22 +234,22 @@ STATEMENTS = (
               judges.same_up_to_a_factor),
     Statement("lemma-2", "Lemma 2",
               "Polynomials of degree 3 and more are (L0, L1)-smooth but not L-smooth.",
-              partial(certified, theorem=theorem_judges.LEMMA_2)),
+              theorem_judges.LEMMA_2),
     Statement("theorem-3", "Theorem 3",
               "Clipped gradient descent converges within the printed number of iterations.",
-              partial(certified, theorem=theorem_judges.THEOREM_3)),
+              theorem_judges.THEOREM_3),
     Statement("theorem-4", "Theorem 4",
               "Every fixed step needs at least the printed number of iterations on some function.",
-              partial(certified, theorem=theorem_judges.THEOREM_4)),
+              theorem_judges.THEOREM_4),
     Statement("theorem-6", "Theorem 6",
               "Gradient descent with a fixed step converges within the printed number of iterations.",
-              partial(certified, theorem=theorem_judges.THEOREM_6)),
+              theorem_judges.THEOREM_6),
     Statement("theorem-7", "Theorem 7",
               "Clipped SGD with the printed step converges within the printed number of iterations.",
-              partial(certified, theorem=theorem_judges.THEOREM_7)),
+              theorem_judges.THEOREM_7),
     Statement("theorem-8", "Theorem 8",
               "SGD with the printed step converges within the printed number of iterations.",
-              partial(certified, theorem=theorem_judges.THEOREM_8)),
+              theorem_judges.THEOREM_8),
     Statement("quartic-arithmetic", "Appendix I", "On x⁴ theory predicts gradients about 1e5 times smaller.",
               quartic_arithmetic, ("fig7",), kind=ERRATUM),
     Statement("fine-tuning", "Appendix H", "The public recipe reaches 56.5.",

@@ -142,16 +142,6 @@ def spread(runs: Sequence[TrainedRun], statistic: Callable[[TrainedRun], float])
     return Spread(values=tuple(statistic(run) for run in runs))
 
 
-def spreads(
-    pair: Sequence[Sequence[TrainedRun]],
-    statistic: Callable[[TrainedRun], float],
-    kind: Callable[[Sequence[TrainedRun], Callable[[TrainedRun], float]], Spread] = spread,
-) -> tuple[Spread, Spread]:
-    """A statistic over the seeds of each of two settings."""
-    one, other = pair
-    return kind(one, statistic), kind(other, statistic)
-
-
 def log_spread(runs: Sequence[TrainedRun], statistic: Callable[[TrainedRun], float]) -> Spread:
     """The logarithm of a positive statistic over the seeds."""
     return Spread(values=tuple(math.log(statistic(run)) for run in runs))
