@@ -63,16 +63,6 @@ def test_the_page_on_trust_tells_what_its_script_found():
     assert abs(found["elasticity_of_constant_hessian"]) < 1e-9
 
 
-def test_the_page_on_trust_quotes_the_fit_word_for_word():
-    page = (DOCS / "trust.md").read_text(encoding="utf-8")
-    quoted = [
-        " ".join(line.removeprefix("> ") for line in quote.splitlines())
-        for quote in re.findall(r"(?:^> .*\n)+", page, re.MULTILINE)
-    ]
-    assert quoted
-    assert set(quoted) <= {said for said in results("trust.json").values() if isinstance(said, str)}
-
-
 def test_the_page_on_trust_repeats_its_tables_rightly():
     text, page = (DOCS / "trust.md").read_text(encoding="utf-8"), words(DOCS / "trust.md")
     rows = {cells[0]: cells for line in text.splitlines() if len(cells := line.strip("| ").split(" | ")) == 6}

@@ -38,7 +38,7 @@ PATHS = {
 }
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-6}
 every_option = pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
-every_path = pytest.mark.parametrize("path", PATHS)
+every_path = pytest.mark.parametrize("path", list(PATHS)[:5])  # the others choose among these
 every_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 

@@ -82,7 +82,12 @@ def everything(params, optimizer):
 
 @pytest.mark.parametrize(
     ("lr", "policy"),
-    [*product(("number", "device tensor"), POLICIES), ("host tensor", "skip"), ("host vector", "propagate")],
+    [
+        *product(["number"], POLICIES),
+        ("device tensor", "skip"),
+        ("host tensor", "skip"),
+        ("host vector", "propagate"),
+    ],
 )
 @pytest.mark.parametrize(("make", "options"), CASES)
 def test_steps_are_those_of_the_cpu_and_waits_as_documented(make, options, policy, lr, device):

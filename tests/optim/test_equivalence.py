@@ -10,7 +10,7 @@ from torch import nn
 
 from curvestep import ClippedSGD, NormalizedSGD
 from tests.models import mlp
-from tests.optim.kinds import every_path
+from tests.optim.kinds import PATHS, every_path
 from tests.reference import ReferenceSGD, exact_clip_
 
 OPTIONS = [
@@ -52,9 +52,10 @@ def run_both(ours, theirs, net, twin, batches, maximize=False):
         torch.testing.assert_close(flat(net), flat(twin), rtol=1e-9, atol=1e-9)
 
 
-@every_path
+@pytest.mark.parametrize(
+    ("path", "max_norm"), [*((path, 1.5) for path in PATHS.values()), ({}, math.inf)], ids=str
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=names)
-@pytest.mark.parametrize("max_norm", [1.5, math.inf])
 def test_clipped_sgd_is_clip_grad_norm_and_sgd(options, path, max_norm):
     net, twin, batches = problem()
     ours = ClippedSGD(net.parameters(), lr=0.02, max_norm=max_norm, **options, **path)

@@ -126,21 +126,6 @@ def assert_equal(found, expected):
 # --- learning rates and paths -----------------------------------------------------------------------
 
 
-@every_class
-@pytest.mark.parametrize("dimensions", [0, 1, 2])
-def test_a_tensor_is_a_learning_rate_like_a_number(make, settings, dimensions):
-    for options in on_every_path(settings):
-        params, x = weight_and_bias(), torch.randn(5)
-        twins = [Parameter(p.detach().clone()) for p in params]
-        lr = torch.tensor(1e-3).reshape([1] * dimensions)
-        ours, theirs = make(twins, **(options | {"lr": lr})), make(params, **(options | {"lr": 1e-3}))
-        for _ in range(5):
-            for optimizer, pair in ((ours, twins), (theirs, params)):
-                backward(optimizer, *pair, x)
-                optimizer.step()
-            assert_equal([p.data for p in twins], [p.data for p in params])
-
-
 # --- complex tensors ---------------------------------------------------------------------
 
 

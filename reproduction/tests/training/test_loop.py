@@ -230,23 +230,18 @@ def test_a_folder_below_a_file_is_an_os_error(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "words"),
+    ("batch_size", "arguments", "words"),
     [
-        ({"devices": 0}, "`devices` must be a whole number of at least 1"),
-        ({"devices": 10_000}, "`devices` must be at most the .* cores"),
-        ({"threads": 0}, "`threads` must be"),
-        ({"checkpoint_seconds": -1.0}, "`checkpoint_seconds` must be"),
+        (4, {"devices": 0}, "`devices` must be a whole number of at least 1"),
+        (4, {"devices": 10_000}, "`devices` must be at most the .* cores"),
+        (3, {"devices": 2}, "`batch_size`.* 2, got 3"),
+        (4, {"threads": 0}, "`threads` must be"),
+        (4, {"checkpoint_seconds": -1.0}, "`checkpoint_seconds` must be"),
     ],
 )
-def test_impossible_arguments_are_named_and_leave_nothing(tmp_path, arguments, words):
+def test_impossible_arguments_are_named_and_leave_nothing(tmp_path, batch_size, arguments, words):
     with pytest.raises(ValueError, match=words):
-        train(small_language(tmp_path), tmp_path / "run", **quiet, **arguments)
-    assert not (tmp_path / "run").exists()
-
-
-def test_a_batch_that_devices_cannot_share_is_an_error(tmp_path):
-    with pytest.raises(ValueError, match=r"`batch_size`.* 2, got 3"):
-        train(small_language(tmp_path, batch_size=3), tmp_path / "run", devices=2, **quiet)
+        train(small_language(tmp_path, batch_size=batch_size), tmp_path / "run", **quiet, **arguments)
     assert not (tmp_path / "run").exists()
 
 

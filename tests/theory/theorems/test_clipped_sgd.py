@@ -108,18 +108,6 @@ def test_expected_clipped_gradient_vanishes_at_the_floor(sigma, max_norm):
     assert floor <= min(sigma, sigma**2 / max_norm) * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(("sigma", "max_norm"), [(1.0, 0.75), (1.0, 2.0), (2.0, 5.0)])
-def test_smaller_steps_do_not_lower_the_floor(sigma, max_norm):
-    rng = np.random.default_rng(0)
-    noise, floor = floor_noise(sigma, max_norm), clipping_floor(sigma, max_norm)
-    for lr in (0.02, 0.005):
-        x = np.full(400, floor)
-        for _ in range(round(8 / lr)):
-            drawn = rng.choice(noise.values, size=x.shape, p=noise.probabilities)
-            x -= lr * np.clip(x + drawn, -max_norm, max_norm)
-        assert x.mean() == pytest.approx(floor, rel=0.1)
-
-
 def test_no_noise_has_no_floor():
     assert clipping_floor(0.0, 1.0) == 0
     with pytest.raises(ValueError, match="max_norm"):

@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from curvestep.theory.certificates import certify
-from curvestep.theory.complexity import descend
 from curvestep.theory.problems.formula import FormulaProblem
 from curvestep.theory.problems.walls import ExponentialWall
-from curvestep.theory.rules import FixedStep, LogarithmicStep
+from curvestep.theory.rules import LogarithmicStep
 from curvestep.theory.theorems.clipped_gd import theorem3
 from curvestep.theory.theorems.ell_smooth import (
     ell_decrease,
@@ -191,17 +190,6 @@ def test_secant_is_the_law_where_the_ratio_falls_and_never_too_small():
         exact = g * np.array([np.max(law(v[v >= low]) / v[v >= low]) for low in g])
         assert (k >= exact * (1 - 1e-9)).all()
         assert (k <= np.maximum(exact, law(g)) * 1.02).all()
-
-
-def test_steps_below_twice_the_inverse_law_lower_f():
-    rng = np.random.default_rng(0)
-    for _ in range(60):
-        law, problem, _ = draw(rng)
-        starts = starts_of(problem, rng, 30)
-        M = ell_gradient_bound(law, float(problem.gap(starts).max()))
-        runs = descend(problem, FixedStep(lr=1.99 / float(law(M))), starts, 20)
-        assert (np.diff(problem.value(runs.points), axis=0) <= 1e-9).all()
-        assert runs.grad_norms.max() <= M * (1 + 1e-9)
 
 
 def test_false_hypotheses_and_broken_promises_are_caught():

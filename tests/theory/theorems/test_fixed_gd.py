@@ -111,17 +111,6 @@ def test_theorem6_numbers_and_its_M_for_free():
     assert sharp.bound == pytest.approx(2 * (1 + 2 * sharp.M) / 0.01)
 
 
-@given(h=st.floats(0.01, 1.99))
-def test_theorem6_every_step_below_two_over_K_descends_by_its_inequality(h):
-    wall = ExponentialWall(L0=1.0, L1=2.0)
-    M = 20.0
-    x0, K = wall.start(M=M), 1.0 + 2.0 * M
-    x = np.linspace(-x0, x0, 501)
-    g = wall.grad_norm(x)
-    after = wall.value(x - h / K * wall.gradient(x))
-    assert (after <= wall.value(x) - h / K * (1 - h / 2) * g**2 + 1e-12).all()
-
-
 GOOD = dict(L0=1.0, L1=5.0, gap=12.0, eps=0.1)
 
 

@@ -9,7 +9,6 @@ import pytest
 from curvestep.theory.certificates import certify
 from curvestep.theory.problems.base import BoundedNoise
 from curvestep.theory.problems.polynomials import Quadratic
-from curvestep.theory.theorems.clipped_sgd import clipping_floor, floor_noise
 from curvestep.theory.theorems.guarantee import AssumptionError
 from curvestep.theory.theorems.symmetric_noise import (
     least_threshold,
@@ -45,16 +44,6 @@ def test_lemma_holds_on_random_symmetric_laws(size, dim):
     assert (found.right - found.left >= -1e-14 * scale).all()
     assert (found.left >= 0).all()
     assert ((found.right - found.left) / scale).min() < 1e-3  # it is nearly attained
-
-
-def test_clipping_keeps_the_share_of_a_half_threshold():
-    rng = np.random.default_rng(0)
-    gradient = rng.normal(size=(20_000, 3)) * 10 ** rng.uniform(-2, 1, size=(20_000, 1))
-    noise = rng.normal(size=(20_000, 4, 3)) * 10 ** rng.uniform(-2, 1, size=(20_000, 4, 1))
-    norms = np.linalg.norm(gradient, axis=-1)
-    share = (np.linalg.norm(noise, axis=-1) <= 0.5).mean(axis=-1)
-    right = symmetric_lemma(clip, gradient, noise).right
-    assert (right >= share * norms * np.minimum(norms, 0.5) - 1e-14 * norms).all()
 
 
 def certificates(num, laws, rng):
@@ -137,19 +126,6 @@ def test_noise_above_the_threshold_hides_the_gradient():
         for lr in (1e-3, 0.1):
             after = (a - lr * np.array([[-1.0], [1.0]])) ** 2 / 2
             assert after.mean() - 0.5**2 / 2 == pytest.approx(lr**2 / 2)
-
-
-def test_without_symmetry_a_floor_stays():
-    noise = floor_noise(1.0, 4.0)
-    floor = clipping_floor(1.0, 4.0)
-    mean = mean_step(
-        lambda r: np.minimum(r, 4.0),
-        np.array([floor]),
-        np.array(noise.values)[:, None],
-        np.array(noise.probabilities),
-    )
-    assert mean == pytest.approx(0.0, abs=1e-12)
-    assert floor > 0
 
 
 def test_a_law_that_is_not_covered_is_refused():
