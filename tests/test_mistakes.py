@@ -60,8 +60,8 @@ def sgd(model, lr=0.5):
 # ---- calls that are refused: in one line that names the argument and the way out ----
 
 
-def calibrate_two_optimizers(model):
-    both = [sgd(model[0]), sgd(model[2])]
+def calibrate_two_optimizers_of_the_same_parameters(model):
+    both = [sgd(model), sgd(model[2])]
     cs.calibrate(model, loss_with(model), batches(), optimizer=both)
 
 
@@ -92,7 +92,7 @@ def start_from_nan(model):
 
 
 REFUSED = [
-    (calibrate_two_optimizers, ValueError, "must be one optimizer, .* got a list"),
+    (calibrate_two_optimizers_of_the_same_parameters, ValueError, "parameters that several of them train"),
     (calibrate_the_loss_of_another_model, ValueError, "`loss_of_batch` gives no gradient of `model`"),
     (swap_arguments, TypeError, r"The order is `calibrate\(model, loss_of_batch, batches\)`"),
     (return_a_loss_per_sample, ValueError, r"`loss_of_batch` must return a scalar.* `.mean\(\)`"),

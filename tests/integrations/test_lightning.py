@@ -31,7 +31,9 @@ from tests.integrations.runs import (
 
 # Calibrate doubts trials on so few batches.
 pytestmark = pytest.mark.filterwarnings(
-    "ignore:::(lightning|torch|torchmetrics)", "ignore:.*lightning.*", "ignore:No trial|Only|lr is at an end"
+    "ignore:::(lightning|torch|torchmetrics)",
+    "ignore:.*lightning.*",
+    "ignore:No trial|Only|All trials|The best rates|Noise|Rates|Trials of|The run has no",
 )
 
 
@@ -382,7 +384,8 @@ def test_a_calibrated_run_is_the_run_with_the_numbers_typed_in(options, tmp_path
     ("module", "threshold"),
     [
         ({"optimizer": "ClippedSGD"}, "gradients of trials; it clips at 0.5."),
-        ({"optimizer": "SGD"}, "clipped: use Trainer(gradient_clip_val={max_norm:.4g})."),
+        ({"optimizer": "SGD"}, "gradients of trials."),  # a threshold has to be earned
+        ({"optimizer": "AdamW"}, "clipped: use Trainer(gradient_clip_val={max_norm:.4g})."),
     ],
 )
 def test_calibrate_prints_one_line_of_what_it_set(module, threshold, tmp_path, monkeypatch):

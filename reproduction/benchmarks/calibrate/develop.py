@@ -258,7 +258,11 @@ def main() -> None:
                     file.write(json.dumps(row) + "\n")
         return
     rows = read(ROWS / "calibrate-develop.jsonl")
-    kept = [row for name in ("rows", "sgd", "widened") for row in read(ROWS / "calibrate" / f"{name}.jsonl")]
+    kept = [
+        row
+        for name in ("rows", "sgd", "widened")
+        for row in read(ROWS / "calibrate-earlier" / f"{name}.jsonl")
+    ]
     for kind, names in TASKS.items():
         developed = []
         for name in names:

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from curvestep.calibration.result import Calibration
 
 LEAST_BATCHES = 24  # fewer are named
-JUDGED = (Family.ADAM, Family.MOMENTUM, Family.SGD, Family.MUON)  # by the benchmark
+JUDGED = (Family.ADAM, Family.MOMENTUM, Family.SGD)  # of Muon a judged answer was far too large
 WHEN = {"constant": "at a constant rate: lr", "warmup-decay": "with warm-up and decay: peak lr"}
 SAYS_NOTHING = {"iterator"}  # of the answer
 DOUBTS = {
