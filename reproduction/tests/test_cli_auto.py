@@ -34,7 +34,7 @@ def test_run_trains_with_what_calibrate_prints_and_resumes_with_it(fields, tmp_p
     line = ["train", *fields, "25", "--lr", "auto", "--max-norm", "auto", "--folder", str(folder)]
     out, err = curvestep(*line)
     recipe = TrainedRun.load(folder).recipe
-    assert (recipe.lr, recipe.max_norm) == (said["lr"], said["max_norm"])
+    assert (recipe.lr, recipe.max_norm) == (said["lr"], float(said["max_norm"]))
     assert out.splitlines()[:4] == words.splitlines()[:4]  # the answer, then how the run ended
     assert "finished after 25 steps" in out
     assert err == ""

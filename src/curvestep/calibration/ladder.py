@@ -52,7 +52,7 @@ class Trial:
     gain: float  # mean fall of the judges' loss; minus infinity if it broke
     error: float  # standard error of ``gain`` over the judges
     max_norm: float = math.inf  # that its steps were clipped at
-    falls: tuple[float, ...] = field(default=(), repr=False)  # of each judge
+    falls: tuple[float, ...] = field(default=(), repr=False, compare=False)  # of each judge
 
     @classmethod
     def of(cls, falls: np.ndarray, *, lr: float, num_steps: int, max_norm: float) -> Trial:

@@ -190,12 +190,8 @@ def read_calibration(folder: str | Path) -> Calibration | None:
         if "arms" in values:  # of an older version
             values["trials"] = values.pop("arms")
         family = Family(values.pop("family"))
-        trials = tuple(_trial_of(trial) for trial in values.pop("trials"))
+        trials = tuple(Trial(**trial) for trial in values.pop("trials"))
         notes = tuple(Note(**note) for note in values.pop("warnings"))
         return Calibration(**values, family=family, trials=trials, warnings=notes)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(f"{path} is not a calibration of this version: {error}") from None
-
-
-def _trial_of(values: dict[str, Any]) -> Trial:
-    return Trial(**{**values, "falls": tuple(values.get("falls", ()))})
