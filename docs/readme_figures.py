@@ -58,6 +58,10 @@ def summary(found: list[dict[str, float]], name: str) -> tuple[float, float]:
     return 100 * median(values), 100 * max(values)
 
 
+def _both(numbers: tuple[float, float]) -> str:
+    return " and ".join(f"{number:.1f} %" for number in numbers)
+
+
 def caption() -> str:
     """The picture in words."""
     found = regrets()
@@ -65,11 +69,9 @@ def caption() -> str:
     for kind, label in KINDS.items():
         of_kind = [missed for (own, _), missed in found.items() if own == kind]
         if of_kind:
-            ours, ours_worst = summary(of_kind, "calibrate")
-            sentence = f"{label}, {len(of_kind)} tasks: {ours:.1f} % and {ours_worst:.1f} %"
+            sentence = f"{label}, {len(of_kind)} of them: {_both(summary(of_kind, 'calibrate'))}"
             if any("default" in task for task in of_kind):
-                usual, usual_worst = summary(of_kind, "default")
-                sentence += f" ({DEFAULTS[kind]}: {usual:.1f} % and {usual_worst:.1f} %)"
+                sentence += f" ({DEFAULTS[kind]}: {_both(summary(of_kind, 'default'))})"
             sentences.append(f"{sentence}.")
     return (
         "What `calibrate` misses of the best lr's progress, in the median and at worst, on the judged tasks "
