@@ -212,7 +212,8 @@ def _calibrate(task: str, kind: str, seed: int) -> Job:
 
 def key(job: Job) -> str:
     """What makes two runs the same."""
-    return json.dumps([job.get(name) for name in ("task", "kind", "seed", "lr", "method")])
+    name = [job.get(name) for name in ("task", "kind", "seed", "lr", "method")]
+    return json.dumps([*name, job["max_norm"]] if "max_norm" in job else name)
 
 
 def loss_of(row: Job) -> float:

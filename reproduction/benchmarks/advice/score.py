@@ -15,7 +15,11 @@ asked about starts ten and a hundred times beyond the grid.
 from __future__ import annotations
 
 import argparse
+import json
 import math
+import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -36,12 +40,42 @@ ROW_COST = 3  # gradients, of three fractions
 BAD, GOOD, HARMED, LOST = 0.2, 0.05, 0.1, 1.0  # regrets
 
 Adviser = Callable[[Trace], tuple[str, float]]  # what it says, and the factor on lr
+KEPT = ("keep", "no sign", "cannot tell")  # answers that leave a run as it is
 
 
 def ours(trace: Trace) -> tuple[str, float]:
     """What ``advise`` says."""
     advice, lr = advise(trace), outcome_of(trace).lr
     return advice.action, (advice.lr / lr if advice.lr is not None else 1.0)
+
+
+def wider(trace: Trace) -> float | None:
+    """The threshold that ``advise`` raises to in place of lr; None for none."""
+    advice, run = advise(trace), outcome_of(trace)
+    return advice.max_norm if advice.action == "raise" and advice.lr == run.lr else None
+
+
+# What another version of curvestep says of traces whose paths it reads.
+_ASK = """
+import json, math, sys
+from curvestep.advice.advice import advise
+from curvestep.advice.outcome import outcome_of
+from curvestep.trace.trace import Trace
+for path in map(str.strip, sys.stdin):
+    trace = Trace.load(path)
+    advice, lr = advise(trace), outcome_of(trace).lr
+    print(json.dumps([advice.action, advice.lr / lr if advice.lr is not None else 1.0]))
+"""
+
+
+def another_version(source: Path, traces: list[Path]) -> Adviser:
+    """The adviser of a checkout's ``src``, asked about all traces at once."""
+    asked = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", _ASK], env={**os.environ, "PYTHONPATH": str(source)},
+        input="\n".join(map(str, traces)), text=True, capture_output=True, check=True,
+    )  # fmt: skip
+    answers = dict(zip(map(str, traces), map(json.loads, asked.stdout.splitlines()), strict=True))
+    return lambda trace: tuple(answers[str(trace.path)])
 
 
 ADVISERS: dict[str, Adviser] = {
@@ -97,6 +131,11 @@ class Grid:
             return self.regret(loss_of(self.rows.run(probed=False, **self.name, lr=lr)))
         return self.regret(float(np.interp(math.log(lr), np.log(self.rates), self.losses)))
 
+    def at_threshold(self, lr: float, max_norm: float) -> float:
+        """Regret of another threshold at a learning rate of the grid, trained."""
+        job = {**self.name, "lr": lr, "max_norm": float(f"{max_norm:.3g}")}
+        return self.regret(loss_of(self.rows.run(probed=False, **job)))
+
     def calibrated(self) -> float | None:
         """Regret of calibrate's answer, which was trained with its threshold; None if there is none."""
         row = self.rows.rows.get(self.rows.key_of(method="calibrate", **self.name))
@@ -126,7 +165,8 @@ def grids(rows: Rows, tasks: tuple[str, ...], *, train: bool) -> Iterator[Grid]:
     for task in tasks:
         for kind in LOWEST:
             own = [row for row in rows.rows.values() if (row["task"], row["kind"]) == (task, kind)]
-            probed = [row for row in own if "method" not in row and rows.trace_of(row).exists()]
+            plain = [row for row in own if "method" not in row and "max_norm" not in row]
+            probed = [row for row in plain if rows.trace_of(row).exists()]
             for seed in sorted({row["seed"] for row in probed}):
                 runs = sorted((row for row in probed if row["seed"] == seed), key=lambda row: row["lr"])
                 near, far = ([row for row in runs if ("far" in row) == is_far] for is_far in (False, True))
@@ -152,6 +192,8 @@ def cases(grid: Grid, adviser: Adviser, *, far: bool, default: bool) -> Iterator
         said, factor = adviser(as_default(trace) if default else trace)
         before = grid.regret(loss_of(row))
         after = before if factor == 1.0 else grid.at(row["lr"] * factor)
+        if adviser is ours and grid.train and (norm := wider(trace)) is not None:
+            after = grid.at_threshold(row["lr"], norm)
         off = math.exp(abs(math.log(row["lr"] / grid.rates[grid.losses.index(grid.best)])))
         yield Case(row["kind"], row["task"], row["seed"], row["lr"], off, said, factor, before, after)
 
@@ -169,14 +211,14 @@ def regrets(found: dict[str, list[Case]]) -> list[str]:
 def shares(found: list[Case], name: str) -> list[str]:
     """Of an adviser, by kind: bad runs that it left as they were, good ones that it harmed, runs it lost."""
     lines = [
-        f"| {name} | runs | bad runs | told keep | left as they were | good runs | harmed | lost after |"
+        f"| {name} | runs | bad runs | told to stay | left as they were | good runs | harmed | lost after |"
     ]
     lines.append("| --- " * 8 + "|")
     for kind in ("all", *LOWEST):
         of = [case for case in found if kind in (case.kind, "all")]
         bad, good = [case for case in of if case.before > BAD], [case for case in of if case.before < GOOD]
         cells = (
-            len(of), len(bad), _share(case.said in ("keep", "cannot tell") for case in bad),
+            len(of), len(bad), _share(case.said in KEPT for case in bad),
             _share(case.factor == 1.0 for case in bad), len(good),
             _share(case.after > HARMED for case in good),
             sum(case.factor != 1.0 and case.after >= LOST for case in of),
@@ -200,9 +242,13 @@ def main() -> None:
     parser.add_argument("--far", action="store_true", help="ask about starts beyond the grid")
     parser.add_argument("--train", action="store_true", help="train answers beyond the grid")
     parser.add_argument("--each", action="store_true", help="print every run, too")
+    parser.add_argument("--before", type=Path, metavar="SRC", help="ask another version's `src`, too")
     options = parser.parse_args()
     rows = Rows(options.rows)
-    found: dict[str, list[Case]] = {name: [] for name in ADVISERS}
+    advisers = dict(ADVISERS)
+    if options.before:
+        advisers["advise before"] = another_version(options.before, sorted(options.rows.glob("traces/*")))
+    found: dict[str, list[Case]] = {name: [] for name in advisers}
     calibrated: list[dict[str, float]] = []  # mean regrets of a grid
     left_out, counted = [], set()
     for grid in grids(rows, PARTS[options.part], train=options.train):
@@ -212,11 +258,11 @@ def main() -> None:
             )
             continue
         counted.add(grid.name["task"])
-        for name, adviser in ADVISERS.items():
+        for name, adviser in advisers.items():
             found[name] += cases(grid, adviser, far=options.far, default=options.default)
         value = grid.calibrated()
         if value is not None and not options.far:
-            same = {name: found[name][-len(grid.runs) :] for name in ADVISERS}
+            same = {name: found[name][-len(grid.runs) :] for name in advisers}
             calibrated.append({name: mean(case.after for case in of) for name, of in same.items()})
             calibrated[-1]["calibrate"] = value
     if options.each:
@@ -225,13 +271,15 @@ def main() -> None:
             answers = (f"{case.said} {case.factor:.3g} -> {case.after:.0%}" for case in (own, six))
             print(f"{name}: {own.before:.0%}, {'; six lines '.join(answers)}")
     print("\n".join([*regrets(found), "", *shares(found["advise"], "advise"), ""]))
-    print("\n".join([*shares(found["six lines"], "six lines"), ""]))
+    for name in ("six lines", "advise before"):
+        if name in found:
+            print("\n".join([*shares(found[name], name), ""]))
     said = Counter(case.said for case in found["advise"])
     print("advise said " + ", ".join(f"{word} {count}" for word, count in said.most_common()) + ".")
-    kept = [case for case in found["advise"] if case.said == "keep"]
+    kept = [case for case in found["advise"] if case.said in KEPT]
     median, most = np.quantile([case.before for case in kept], [0.5, 0.9])
     off = max(case.off for case in kept)
-    print(f"Told keep: regret {median:.1%} in the median, a tenth {most:.1%} or more; lr off by {off:.3g}.")
+    print(f"Told to stay: regret {median:.1%} in the median, a tenth {most:.1%} or more, lr off by {off:.3g}")
     if calibrated:
         means = (f"{name} {mean(row[name] for row in calibrated):.1%}" for name in calibrated[0])
         print(f"Where calibrate was asked, {len(calibrated)} grids: {', '.join(means)}.")

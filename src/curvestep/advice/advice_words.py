@@ -24,6 +24,7 @@ from curvestep.optimizer_family import Family
 from curvestep.trace.schema import LEAST_ROWS
 
 if TYPE_CHECKING:
+    from curvestep.advice.metric import Metric
     from curvestep.advice.settings import LeftOut, Setting
 
 MOST_LISTED = 10  # settings
@@ -97,8 +98,7 @@ def reasons_for(condition: Condition, run: Outcome) -> tuple[Note, ...]:
     if math.isfinite(run.kappa):
         notes.append(Note("steps", _steps(run)))
     if condition.action in (LOWER, STUCK) and run.start_factor < 1:
-        share = f"{run.start_factor:.2g} of the step at {rate_name(run.scheduled)}"
-        text = f"in the first steps, {share} still works"
+        text = f"the first steps work up to {run.start_factor:.2g} of the length that this lr gives"
         notes.append(Note("start", text))
     if condition.action in (RAISE, NO_SIGN) and math.isfinite(run.stable_lr):
         text = f"the largest measured sharpness is stable up to lr {run.stable_lr:.3g}"
@@ -160,15 +160,25 @@ def warnings_about(run: Outcome) -> tuple[Note, ...]:
     return tuple(notes)
 
 
-def verdict_on_settings(best: Setting, settings: Sequence[Setting], following: float | None) -> str:
+def note_on_metric(name: str, value: float) -> Note:
+    """The metric of a run, which one run has nothing to compare with."""
+    return Note("metric", f"{name} ends at {value:.4g}")
+
+
+def verdict_on_settings(
+    best: Setting, settings: Sequence[Setting], following: float | None, metric: Metric | None
+) -> str:
     """Which of several settings to take, and what to try before settling."""
     further = ""
     if following:
         further = f"; try {rate_name(best.outcome.scheduled)} {following:.3g} next"
-    return f"TAKE {setting_name(best.outcome)}: best of {len(settings)} settings{further}."
+    rank = "" if metric is None else f" by the {metric.rank}"
+    return f"TAKE {setting_name(best.outcome)}: best of {len(settings)} settings{rank}{further}."
 
 
-def reasons_for_settings(best: Setting, settings: Sequence[Setting]) -> tuple[Note, ...]:
+def reasons_for_settings(
+    best: Setting, settings: Sequence[Setting], metric: Metric | None
+) -> tuple[Note, ...]:
     """The ties, and a line for each setting, the best ten of them."""
     ranked = sorted(settings, key=lambda setting: setting.loss)
     notes = []
@@ -176,13 +186,13 @@ def reasons_for_settings(best: Setting, settings: Sequence[Setting]) -> tuple[No
     if ties:
         notes.append(Note("tie", f"within two standard errors of it: {'; '.join(ties[:3])}."))
     for setting in ranked[:MOST_LISTED]:
-        notes.append(Note("setting", f"{setting_name(setting.outcome)}: {_ending(setting)}"))
+        notes.append(Note("setting", f"{setting_name(setting.outcome)}: {_ending(setting, metric)}"))
     if len(ranked) > MOST_LISTED:
         notes.append(Note("setting", f"{len(ranked) - MOST_LISTED} other settings are not listed."))
     return tuple(notes)
 
 
-def reasons_for_seeds(setting: Setting) -> tuple[Note, ...]:
+def reasons_for_seeds(setting: Setting, metric: Metric | None) -> tuple[Note, ...]:
     """What each run of one setting says alone, and how far their losses lie apart."""
     answers = Counter(run.condition.action.upper() for run in setting.runs)
     counts = ", ".join(f"{answer} in {count}" for answer, count in answers.most_common())
@@ -192,7 +202,7 @@ def reasons_for_seeds(setting: Setting) -> tuple[Note, ...]:
         between = f", with lr {rates[0]:.3g} to {rates[-1]:.3g}"
     return (
         Note("seeds", f"{len(setting.runs)} runs of one setting: {counts}{between}"),
-        Note("setting", f"{setting_name(setting.outcome)}: {_ending(setting)}"),
+        Note("setting", f"{setting_name(setting.outcome)}: {_ending(setting, metric)}"),
     )
 
 
@@ -216,10 +226,13 @@ def setting_name(run: Outcome) -> str:
     return f"{rate_name(run.scheduled)} {run.lr:.3g}{clip}"
 
 
-def _ending(setting: Setting) -> str:
+def _ending(setting: Setting, metric: Metric | None) -> str:
     """How the runs of a setting ended."""
     num_runs = len(setting.runs)
     if setting.num_diverged:
         return "diverged" if num_runs == 1 else f"diverged in {setting.num_diverged} of {num_runs} runs"
-    loss = f"loss {setting.loss:.4g} ± {setting.error:.2g}"
+    name = "loss" if metric is None else metric.name
+    value = setting.loss if metric is None else metric.sign * setting.loss
+    spread = f" ± {setting.error:.2g}" if math.isfinite(setting.error) else ""
+    loss = f"{name} {value:.4g}{spread}"
     return loss if num_runs == 1 else f"{loss}, {num_runs} runs"

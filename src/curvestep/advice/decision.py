@@ -25,6 +25,7 @@ STUCK = "stuck"
 DATA = "data"  # a batch or the loss was not finite
 CANNOT_TELL = "cannot tell"
 TAKE = "take"  # one of several settings
+FACTS = "facts"  # of a trainer's log, which cannot judge lr
 
 # Where an answer moves lr.
 UP = "up"

@@ -22,6 +22,7 @@ from curvestep.advice.decision import (
     Condition,
     decide,
 )
+from curvestep.advice.metric import Metric
 from curvestep.advice.outcome import Outcome, outcome_of
 from curvestep.trace.history import difference_of, end_of_run, ends_finite, header_number, task_facts
 from curvestep.trace.run import RUNNING as RUN_GOES_ON, read_status
@@ -50,7 +51,7 @@ class JudgedRun:
     outcome: Outcome
     condition: Condition
     loss: float = math.nan  # at the end, or where the shorter runs ended; inf if it diverged
-    num_averaged: float = 1.0  # losses that it is a mean of
+    num_averaged: float = 1.0  # losses that it is a mean of; NaN where a metric has no known noise
 
     @property
     def next_lr(self) -> float | None:
@@ -88,7 +89,7 @@ class Setting:
     def error(self) -> float:
         """Standard error of the mean, by the spread or, of a single run, by its noise."""
         if len(self.runs) == 1:
-            return self.outcome.noise / math.sqrt(max(1.0, self.runs[0].num_averaged))
+            return self.outcome.noise / math.sqrt(self.runs[0].num_averaged)
         with np.errstate(invalid="ignore"):  # where one diverged
             spread = float(np.std(self.losses, ddof=1))
         return spread / math.sqrt(len(self.runs))
@@ -144,14 +145,17 @@ class Comparison:
     difference: str = ""  # in what runs differ, where no kind of run has the majority
 
 
-def compare(traces: Sequence[Trace]) -> Comparison:
-    """The settings of these runs, and the runs that cannot be compared with the others."""
+def compare(traces: Sequence[Trace], metric: Metric | None = None, *, progress: bool = True) -> Comparison:
+    """The settings of these runs, and the runs that cannot be compared with the others.
+
+    They are ranked by the training loss, or by a ``metric`` of one's own.
+    """
     facts = [task_facts(trace) for trace in traces]
     alike = _largest_group(facts)
     if not alike:
         differences = [difference_of(facts[0], other) for other in facts]
         return Comparison(settings=(), left_out=(), difference=next(text for text in differences if text))
-    runs = [_judged(trace, place) for place, trace in enumerate(traces, 1)]
+    runs = [_judged(trace, place, progress=progress) for place, trace in enumerate(traces, 1)]
     longest = max((_reach(traces[k]) for k in alike if ends_finite(traces[k])), default=0.0)
     left_out: list[LeftOut] = []
     complete: list[int] = []
@@ -174,6 +178,8 @@ def compare(traces: Sequence[Trace]) -> Comparison:
     seeds: dict[tuple[str, str, bool], list[JudgedRun]] = defaultdict(list)
     for k in complete:
         run = _with_loss(runs[k], traces[k], horizon)
+        if metric is not None and run.condition.action != DIVERGED:
+            run = replace(run, loss=metric.sign * metric.values[k], num_averaged=math.nan)
         if math.isnan(run.loss):
             left_out.append(LeftOut(run, NO_LOSS, _steps_taken(traces[k]), run.outcome))
         else:
@@ -184,14 +190,16 @@ def compare(traces: Sequence[Trace]) -> Comparison:
     return Comparison(settings=tuple(settings), left_out=tuple(left_out))
 
 
-def _judged(trace: Trace, place: int) -> JudgedRun:
+def _judged(trace: Trace, place: int, *, progress: bool) -> JudgedRun:
     """A run and what it says alone; a trace in memory is named by its place."""
     name = f"run {place}"
     if trace.path is not None:
         is_in_folder = trace.path.name == TRACE
         name = trace.path.resolve().parent.name if is_in_folder else trace.path.name
     outcome = outcome_of(trace)
-    return JudgedRun(name=name or f"run {place}", outcome=outcome, condition=decide(outcome))
+    return JudgedRun(
+        name=name or f"run {place}", outcome=outcome, condition=decide(outcome, progress=progress)
+    )
 
 
 def _largest_group(facts: Sequence[dict[str, str]]) -> list[int]:
@@ -245,10 +253,10 @@ def _with_loss(run: JudgedRun, trace: Trace, horizon: float) -> JudgedRun:
     if run.condition.action == DIVERGED:
         return replace(run, loss=math.inf)
     loss, num_averaged = end_of_run(trace, horizon)
-    return replace(run, loss=loss, num_averaged=num_averaged)
+    return replace(run, loss=loss, num_averaged=max(1.0, num_averaged))
 
 
-def next_lr(best: Setting, settings: Sequence[Setting]) -> float | None:
+def next_lr(best: Setting, settings: Sequence[Setting], *, by_loss: bool = True) -> float | None:
     """What no run tried: the middle of a wide gap beside the best, or what lies beyond the last setting.
 
     Beyond an end, the runs of the best say how far to go. If they do not, lr moves by a factor of three
@@ -269,7 +277,7 @@ def next_lr(best: Setting, settings: Sequence[Setting]) -> float | None:
     alone = best.common_lr
     further = lr if alone is None else alone
     if not (further < 0.99 * lr if is_low else further > 1.01 * lr):
-        if not _clearly_worse(beside[1 if is_low else 0], best, settings):
+        if not by_loss or not _clearly_worse(beside[1 if is_low else 0], best, settings):
             return None
         further = lr / LR_FACTOR if is_low else lr * LR_FACTOR
     limit = min(STABLE_SHARE * run.outcome.stable_lr for run in best.runs)

@@ -41,17 +41,29 @@ def advise(parser: Parser, args: list[str]) -> int:
     parser.positional("TRACE", "Run folders, folders of runs, or trace files; tasks are judged one by one")
     parser.flag("--details", "Print all reasons, and for a single run its (L0, L1)")
     parser.flag("--json", "Print JSON instead of words")
+    metric = "Rank runs by this column of their rows or logs, in place of the training loss"
+    parser.option("--metric", metric, default=None, shown="the training loss")
+    parser.option("--mode", "min or max: which value of the metric is better", default=None, shown="by name")
+    parser.flag("--no-progress", "The loss measures no progress (policies, GANs): only say what is unstable")
+    parser.option(
+        "--max-norm", "For a trainer's log: count the steps with a larger gradient norm", type=float
+    )
     chosen = parser.read(args)
     if not chosen.TRACE:
-        parser.error("name a trace file or a run folder")
-    from curvestep.advice.advice import advise as advise_on
+        parser.error("name a trace file, a run folder or a trainer's log")
+    from curvestep.advice.advice import advise as advise_on, is_trainer_log
     from curvestep.advice.decision import CANNOT_TELL
     from curvestep.trace.sources import traces_by_task
 
-    tasks = traces_by_task(chosen.TRACE)
-    advices = {task: advise_on(*traces) for task, traces in tasks.items()}
+    tasks: dict[str, list[Trace]] = {}
+    if any(is_trainer_log(place) for place in chosen.TRACE):
+        advices = {"": advise_on(*chosen.TRACE, max_norm=chosen.max_norm)}
+    else:
+        tasks = traces_by_task(chosen.TRACE)
+        options = {"metric": chosen.metric, "mode": chosen.mode, "progress": not chosen.no_progress}
+        advices = {task: advise_on(*traces, **options) for task, traces in tasks.items()}
     if not chosen.json:
-        say("\n\n".join(_advice_of(task, tasks, advices, details=chosen.details) for task in tasks))
+        say("\n\n".join(_advice_of(task, tasks, advices, details=chosen.details) for task in advices))
     elif len(advices) == 1:
         say(dump_json(*advices.values(), indent=2))
     else:
@@ -86,11 +98,11 @@ def _advice_of(
 ) -> str:
     """The advice for one task, under its name if there are several."""
     advice = advices[task]
-    traces = tasks[task]
+    traces = tasks.get(task, ())  # none of a trainer's log
     words = advice.details() if details else str(advice)
     if details and len(traces) == 1:
         words = f"{words}\n\n{_fit_words(traces[0])}"
-    if len(tasks) == 1:
+    if len(advices) == 1:
         return words
     num_runs = "1 run" if len(traces) == 1 else f"{len(traces)} runs"
     return f"{task or 'other'}, {num_runs}\n{words}"
