@@ -168,6 +168,8 @@ def test_no_public_class_name_stands_twice():
 TESTED_IN = {
     # Sentences: whoever says them is tested for their kinds.
     "advice/advice_words.py": "advice/test_advice.py",
+    "advice/log_facts.py": "advice/test_training_log.py",
+    "advice/log_words.py": "advice/test_training_log.py",
     "calibration/calibration_words.py": "calibration/test_ladder.py",
     "fit/fit_words.py": "fit/test_fit.py",
     # What a step is made of: one contract and one parity suite hold every optimizer to it, on every path.
