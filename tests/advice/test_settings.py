@@ -324,3 +324,34 @@ def test_batches_of_text_may_differ_a_little():
     alike = advise(run(0.1, 0.5, batch_size=100), run(0.3, 0.4, batch_size=104))
     other = advise(run(0.1, 0.5, batch_size=100), run(0.3, 0.4, batch_size=200))
     assert (alike.action, other.kind) == ("take", "not-comparable")
+
+
+def test_thresholds_that_were_measured_for_each_seed_are_one_setting():
+    def clipped(seed, norm):
+        header = {"clipping": "norm", "max_norm": norm}
+        return run(0.3, 0.5, seed=seed, header=header, clipped=True, coefficient=0.5)
+
+    assert kinds(advise(clipped(1, 0.758), clipped(2, 0.644)))[0] == "seeds"
+    assert advise(clipped(1, 0.25), clipped(2, 0.5)).action == "take"
+    assert len(settings_of(clipped(1, 0.25), run(0.3, 0.5, clipped=False))) == 2
+    assert len(settings_of(clipped(1, math.inf), clipped(2, math.inf))) == 1
+
+
+def test_a_threshold_is_read_from_the_header_and_not_from_rows_of_an_oracle():
+    rows = {"clipped": True, "coefficient": 0.9, "grad_norm": 0.24}
+    header = {"clipping": "norm", "max_norm": 0.25, "measured_on": "4 fixed batches"}
+    (known,) = settings_of(run(0.3, 0.5, header=header, **rows))
+    assert known.outcome.max_norm == 0.25
+    del header["max_norm"], header["clipping"]
+    advice = advise(run(0.3, 0.5, header=header, **rows))
+    assert advice.max_norm is None
+    assert "max_norm" not in advice.verdict
+
+
+def test_a_run_in_its_warm_up_is_named_by_the_peak_that_it_goes_to():
+    early = trace_of([], header={"peak_lr": 0.03, "num_steps": 400})
+    for k, row in enumerate(trace_of([2.0, 1.9, 1.8])):
+        early.append({**row, "lr": 0.004 * (k + 1)})
+    advice = advise(run(0.1, 0.9), run(0.3, 0.5), early)
+    assert advice.lr == 0.3
+    assert "peak lr 0.03" in advice.warnings[0].text

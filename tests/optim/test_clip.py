@@ -663,3 +663,24 @@ def test_a_damaged_checkpoint_gets_one_line(make, name):
     saved["param_groups"][0][entry] = value
     with pytest.raises(ValueError, match=r"^[^\n]*checkpoint[^\n]*$"):
         opt.load_state_dict(saved)
+
+
+def test_counters_and_rules_of_a_state_that_was_loaded_before_are_taken_up():
+    ours = parameters((3, 4), (5,))
+    first = cs.clip(torch.optim.SGD(ours, lr=0.1), cs.clip_rules.zscore()).optimizer
+    for seed in range(5):
+        set_gradients(seed, ours)
+        first.step()
+    resumed = torch.optim.SGD(copies(ours), lr=0.1)
+    resumed.load_state_dict(copy.deepcopy(first.state_dict()))
+    cs.clip(resumed, cs.clip_rules.zscore())
+    assert resumed.clip_stats() == first.clip_stats()
+    assert resumed.clip_stats()["steps"] == 5
+    assert resumed.state_dict() == first.state_dict()
+
+
+def test_a_rule_that_was_not_called_is_named():
+    with pytest.raises(TypeError, match=r"Call it: `zscore\(\)`"):
+        cs.clip(torch.optim.SGD(parameters((3,)), lr=0.1), cs.clip_rules.zscore)
+    with pytest.raises(TypeError, match=r"Call it: `zscore\(\)`"):
+        cs.ClippedSGD(parameters((3,)), lr=0.1, max_norm=cs.clip_rules.zscore)

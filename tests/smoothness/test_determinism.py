@@ -155,7 +155,7 @@ SELVES = {
     random_loss: "The loss itself draws random numbers",
     random_backward: "use_deterministic_algorithms",
     earlier_gradient: r"earlier step: call `model.zero_grad\(\)`",
-    noise_before_the_model: r"call `probe.snapshot\(\)`",
+    noise_before_the_model: r"`probe.snapshot\(\)`",
     layers_one_by_one: "did not see the forward pass",
 }
 
@@ -222,7 +222,7 @@ def test_gradient_changed_before_the_block_is_named(spoil, words):
 def test_other_batch_in_the_closure_is_named(sparse):
     model, draw = (sparse_net(), sparse_batch) if sparse else (net(), batch)
     (x, y), (u, v) = draw(), draw()
-    with pytest.raises(NonDeterministicError, match="another batch"):
+    with pytest.raises(NonDeterministicError, match="last batch"):
         one_step(model, lambda: F.cross_entropy(model(x), y), lambda: F.cross_entropy(model(u), v))
 
 
@@ -402,3 +402,14 @@ def test_a_closure_that_runs_backward_compiles_nothing_anew(in_place):
         optimizer.step()
     assert probe.trace.ok.all()
     assert len(graphs) == 1
+
+
+def test_a_lambda_that_takes_the_last_batch_of_its_loop_is_named():
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    probe = SmoothnessProbe(model, every=1).watch(optimizer)
+    with pytest.raises(NonDeterministicError, match="lambda batch=batch"):  # noqa: PT012 (a step has lines)
+        for _ in range(2):
+            x, y = batch()
+            probe.record(lambda: F.cross_entropy(model(x), y)).backward()  # noqa: B023 (the mistake itself)
+        optimizer.step()

@@ -34,6 +34,7 @@ LEAST_SHARE = 0.5
 LEAST_SHARE_OF_SCHEDULE = 0.9
 
 CLEAR_SHARE = 0.8  # of the fall of the best: a setting that reaches less is clearly worse
+SAME_THRESHOLD = 1.5  # factor between thresholds of one setting: measured ones differ from seed to seed
 LEAST_BEYOND = 1.4  # times the largest lr that was tried: less is no new setting
 
 # Why a run decides nothing.
@@ -175,7 +176,7 @@ def compare(traces: Sequence[Trace], metric: Metric | None = None, *, progress: 
     horizon = min(
         (traces[k].column("step")[-1] for k in complete if ends_finite(traces[k])), default=math.inf
     )
-    seeds: dict[tuple[str, str, bool], list[JudgedRun]] = defaultdict(list)
+    comparable: list[JudgedRun] = []
     for k in complete:
         run = _with_loss(runs[k], traces[k], horizon)
         if metric is not None and run.condition.action != DIVERGED:
@@ -183,11 +184,27 @@ def compare(traces: Sequence[Trace], metric: Metric | None = None, *, progress: 
         if math.isnan(run.loss):
             left_out.append(LeftOut(run, NO_LOSS, _steps_taken(traces[k]), run.outcome))
         else:
-            key = (f"{run.outcome.lr:.3g}", f"{run.outcome.max_norm:.2g}", run.outcome.scheduled)
-            seeds[key].append(run)
-    settings = [Setting(runs=tuple(same)) for same in seeds.values()]
+            comparable.append(run)
+    settings = [Setting(runs=tuple(same)) for same in _seeds_of_settings(comparable)]
     settings.sort(key=lambda setting: (setting.outcome.lr, setting.outcome.max_norm))
     return Comparison(settings=tuple(settings), left_out=tuple(left_out))
+
+
+def _seeds_of_settings(runs: Sequence[JudgedRun]) -> list[list[JudgedRun]]:
+    """The runs by their lr and schedule, and by thresholds that lie close together."""
+    same_lr: dict[tuple[str, bool], list[JudgedRun]] = defaultdict(list)
+    for run in runs:
+        same_lr[f"{run.outcome.lr:.3g}", run.outcome.scheduled].append(run)
+    settings = []
+    for alike in same_lr.values():
+        widest = -math.inf
+        for run in sorted(alike, key=lambda run: run.outcome.max_norm):
+            max_norm = run.outcome.max_norm
+            if not max_norm <= widest:  # not where it is not known, either
+                settings.append([])
+                widest = SAME_THRESHOLD * max_norm
+            settings[-1].append(run)
+    return settings
 
 
 def _judged(trace: Trace, place: int, *, progress: bool) -> JudgedRun:

@@ -108,6 +108,7 @@ class Clipping:
         self._max_norm = math.inf if _warn_of_muon(inner) else max_norm
         self._policy = policy
         self._record = StepRecord()
+        self._record.load(inner.param_groups, max_norm)  # of a checkpoint that was loaded before
         self._hidden: list[tuple[Tensor, Tensor]] = []
         self._set_max_norm(inner.param_groups)
         self._methods: dict[str, Callable[..., object]] = {

@@ -163,8 +163,9 @@ def _why_not_training(
         )
     if not all(have_same_values(a, b, tolerance) for a, b in zip(there, here, strict=True)):
         return what + (
-            "the model's input is not that of training. The closure uses another batch, or draws random "
-            "numbers before it calls the model. Then call `probe.snapshot()` before you compute the loss."
+            "the model's input is not that of training. A lambda made in a loop uses the loop's last batch: "
+            "write `lambda batch=batch: …`. A closure that draws random numbers before it calls the model "
+            "needs `probe.snapshot()` before you compute the loss."
         )
     return what + (
         "`.grad` holds something else too. It may be a gradient left from an earlier step: call "
