@@ -14,7 +14,6 @@ from functools import wraps
 from typing import TYPE_CHECKING, Any, NoReturn, TypedDict, TypeVar
 
 import numpy as np
-from numpy.typing import ArrayLike
 
 from curvestep.checks import check_nonnegative, check_positive, check_threshold as check_threshold
 
@@ -31,7 +30,6 @@ Parameter = float | np.ndarray
 LEAST_FALL = 0.1
 # No norm of a gradient is larger: beside an array it stands for infinity, of which the ratio would be NaN.
 _LARGEST = np.finfo(np.float64).max
-COEFFICIENT_TOLERANCE = 1e-6  # of a measured coefficient, relative
 
 
 class ClippedParameters(TypedDict):
@@ -307,21 +305,3 @@ def _constant(like: Any, value: Parameter) -> Any:
     if isinstance(like, np.ndarray) or isinstance(value, np.ndarray):
         return np.full(np.broadcast_shapes(np.shape(like), np.shape(value)), value)
     return value
-
-
-def is_clipped(coefficient: ArrayLike, *, edge: ArrayLike = 1.0) -> np.ndarray:
-    """Whether a gradient that was multiplied by ``coefficient`` was clipped: the definition of it.
-
-    Args:
-        coefficient: What the gradient was multiplied by, 1 if by nothing. It may have been measured: within
-            a millionth of the edge it counts as not clipped.
-        edge: The coefficient at the norm at which the optimizer's rule bends, as its ``clip_edge()`` has it.
-
-    Returns:
-        True where the norm is above the threshold, shaped like ``grad_norm``.
-
-    Example:
-        >>> is_clipped([0.6, 1.0]), is_clipped([0.6, 0.4], edge=0.5)
-        (array([ True, False]), array([False,  True]))
-    """
-    return np.asarray(coefficient, dtype=float) < np.asarray(edge, dtype=float) * (1 - COEFFICIENT_TOLERANCE)

@@ -5,13 +5,16 @@
 
 from __future__ import annotations
 
+import gc
 import inspect
 import math
+import sys
 import warnings
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -21,7 +24,7 @@ from curvestep.optim.clip_step import ClipStep, Policy, StepRecord
 from curvestep.optim.update import ClipGroup, FloatOrTensor, Settings, clip_groups
 from curvestep.optimizer_family import check_optimizer, is_muon_group
 from curvestep.steps import clipped_step
-from curvestep.tensors.distributed import belongs_to_zero_redundancy_optimizer, local
+from curvestep.tensors.distributed import local
 
 if TYPE_CHECKING:
     from curvestep.optim.stats import ClipStats, Spike
@@ -95,7 +98,7 @@ class Clipping:
                 f"`optimizer`, a {type(inner).__name__}, clips already. Set `max_norm` of its groups, or "
                 "`remove()` the first `clip`."
             )
-        if belongs_to_zero_redundancy_optimizer(inner):
+        if _belongs_to_zero_redundancy_optimizer(inner):
             raise RuntimeError(
                 "`optimizer` has one rank's part of the gradients, and would clip by the norm of that part. "
                 "Give `clip` the ZeroRedundancyOptimizer itself."
@@ -228,6 +231,17 @@ class Clipping:
         """Give a threshold to the groups that have none."""
         for group in groups:
             group.setdefault("max_norm", self._max_norm)
+
+
+def _belongs_to_zero_redundancy_optimizer(optimizer: object) -> bool:
+    """Whether a ZeroRedundancyOptimizer of several ranks steps this one, for this rank's part."""
+    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
+    kind = getattr(module, "ZeroRedundancyOptimizer", None)
+    if kind is None or not (dist.is_available() and dist.is_initialized()):
+        return False
+    # It leaves no mark on the optimizer inside it, so it is looked for among all objects.
+    owners = [owner for owner in gc.get_objects() if isinstance(owner, kind)]
+    return any(getattr(o, "optim", None) is optimizer and getattr(o, "world_size", 1) > 1 for o in owners)
 
 
 def _groups_of(optimizer: Optimizer, norm_scope: str) -> list[ClipGroup]:

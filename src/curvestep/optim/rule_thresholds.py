@@ -9,14 +9,14 @@ gradients are a copy while the step lasts. The numbers are arrays on the host; t
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from curvestep.clip_rules import ClipRule, FloatOrArray, Observation, RuleMemory, Saved
-from curvestep.optim.update import ClipGroup, Settings
+from curvestep.optim.update import LARGE, ClipGroup, Rule, Settings, State, UpdateGroup, collect
 from curvestep.tensors.distributed import replicated, whole
 from curvestep.tensors.kernel import Array, Units, View, one_unit_each, safe_norms, view_of
 from curvestep.tensors.vectors import global_norm, read, widest_dtype
@@ -102,6 +102,31 @@ class PerUnitInKernel(PerUnit):
     def clip_summary(self) -> tuple[float, float]:
         """The smallest factor, and the share of units that were clipped."""
         return self._units.clipped
+
+
+def collect_tensors(
+    param_groups: list[Settings], state: State, rule_of: Callable[[Settings], Rule]
+) -> list[UpdateGroup]:
+    """The parameters that have a gradient, each to be clipped by itself at a number.
+
+    Those of a group stay together where our kernel takes all of them in one call, with the same bits.
+    """
+    joined = collect(param_groups, state, rule_of, "group")
+    if not all([_are_clipped_by_kernel(group) for group in joined]):
+        return collect(param_groups, state, rule_of, "tensor")
+    for group in joined:
+        group.clips_tensors = True
+    return joined
+
+
+def _are_clipped_by_kernel(group: UpdateGroup) -> bool:
+    """Whether each parameter alone would go to our kernel, with a threshold that is a number."""
+    settings = group.settings
+    if group.view is None or group.clip_rule is not None or isinstance(group.rule.lr, Tensor):
+        return False
+    if settings["foreach"] is not None or settings["fused"]:
+        return False
+    return bool(group.buffers or group.rule.weight_decay) or max(group.view.sizes) <= LARGE
 
 
 def measure_tensors(group: ClipGroup) -> float:

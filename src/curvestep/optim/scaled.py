@@ -27,7 +27,6 @@ from curvestep.optim.update import (
     UpdateGroup,
     clip_rule_of,
     collect,
-    collect_tensors,
     parts_of,
     rejoin,
     update,
@@ -258,6 +257,8 @@ class ScaledOptimizer(Optimizer, ABC):
         """Each parameter for itself; many of them together where they are clipped in one call."""
         is_clip = type(self).coefficient is clip_coefficient and self.defaults.get("clip") != "momentum"
         if is_clip and self._policy.nonfinite != "propagate":
+            from curvestep.optim.rule_thresholds import collect_tensors
+
             return collect_tensors(self.param_groups, self.state, self.rule)
         return collect(self.param_groups, self.state, self.rule, "tensor")
 

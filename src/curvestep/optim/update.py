@@ -48,7 +48,7 @@ Scale = TypeVar("Scale", float, Tensor, float | Tensor)
 Group = TypeVar("Group", bound="ClipGroup")
 
 # Elements a tensor, on average, from which plain descent is a matter of memory bandwidth alone.
-_LARGE = 1 << 19
+LARGE = 1 << 19
 
 
 @dataclass(slots=True)
@@ -223,31 +223,6 @@ def collect(
     return collected
 
 
-def collect_tensors(
-    param_groups: list[Settings], state: State, rule_of: Callable[[Settings], Rule]
-) -> list[UpdateGroup]:
-    """The parameters that have a gradient, each to be clipped by itself at a number.
-
-    Those of a group stay together where our kernel takes all of them in one call, with the same bits.
-    """
-    joined = collect(param_groups, state, rule_of, "group")
-    if not all([_are_clipped_by_kernel(group) for group in joined]):
-        return collect(param_groups, state, rule_of, "tensor")
-    for group in joined:
-        group.clips_tensors = True
-    return joined
-
-
-def _are_clipped_by_kernel(group: UpdateGroup) -> bool:
-    """Whether each parameter alone would go to our kernel, with a threshold that is a number."""
-    settings = group.settings
-    if group.view is None or group.clip_rule is not None or isinstance(group.rule.lr, Tensor):
-        return False
-    if settings["foreach"] is not None or settings["fused"]:
-        return False
-    return bool(group.buffers or group.rule.weight_decay) or max(group.view.sizes) <= _LARGE
-
-
 def _find_state(group: UpdateGroup, state: State) -> None:
     """Look up buffers and steps, which are not there before the first step."""
     names = group.rule.buffer_names
@@ -401,7 +376,7 @@ def _is_plain_and_large(part: Part) -> bool:
     if part.buffers or part.rule.weight_decay or not part.params[0].is_cpu:
         return False
     sizes = [p.numel() for p in part.params] if part.view is None else part.view.sizes[:]
-    return sum(sizes) > _LARGE * len(part.params)
+    return sum(sizes) > LARGE * len(part.params)
 
 
 def update(part: Part, scale: FloatOrTensor, skip: Tensor | None = None) -> None:

@@ -21,10 +21,9 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from curvestep.optimizer_family import family_of, group_peak, parameters_of, threshold_of
 from curvestep.smoothness.replay import Closure, Gradients, checked_loss, gradients_of, is_empty
 from curvestep.smoothness.snapshot import PassState
-from curvestep.steps import is_clipped
 from curvestep.tensors.distributed import local
 from curvestep.tensors.vectors import global_norm
-from curvestep.trace.schema import Row
+from curvestep.trace.schema import COEFFICIENT_TOLERANCE, Row
 
 Listener = Callable[[tuple[object, ...], dict[str, object]], None]
 
@@ -375,7 +374,7 @@ class StepObserver:
         edges = [optimizer.clip_edge() for optimizer in self.optimizers if isinstance(optimizer, HasEdge)]
         edges.append((math.nan, 1.0))  # where none says
         max_norm, edge = edges[0]
-        part["clipped"] = bool(is_clipped(coefficient, edge=edge))
+        part["clipped"] = coefficient < edge * (1 - COEFFICIENT_TOLERANCE)
         if edge < 1 and math.isfinite(max_norm):  # a smooth rule: the coefficient does not tell it
             part["max_norm"] = max_norm
         return part

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 import sys
 from collections.abc import Iterable
 from traceback import walk_stack
@@ -77,17 +76,6 @@ def in_zero_redundancy_optimizer() -> bool:
             if isinstance(caller, kind) and getattr(caller, "world_size", 1) > 1:
                 return True
     return False
-
-
-def belongs_to_zero_redundancy_optimizer(optimizer: object) -> bool:
-    """Whether a ZeroRedundancyOptimizer of several ranks steps this one, for this rank's part."""
-    module = sys.modules.get("torch.distributed.optim.zero_redundancy_optimizer")
-    kind = getattr(module, "ZeroRedundancyOptimizer", None)
-    if kind is None or not (dist.is_available() and dist.is_initialized()):
-        return False
-    # It leaves no mark on the optimizer inside it, so it is looked for among all objects.
-    owners = [owner for owner in gc.get_objects() if isinstance(owner, kind)]
-    return any(getattr(o, "optim", None) is optimizer and getattr(o, "world_size", 1) > 1 for o in owners)
 
 
 def communicates(model: nn.Module) -> bool:

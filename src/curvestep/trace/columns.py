@@ -12,8 +12,7 @@ from numpy.typing import ArrayLike
 
 from curvestep.files import is_exact
 from curvestep.optimizer_family import family_of
-from curvestep.steps import is_clipped
-from curvestep.trace.schema import FIELDS, Row
+from curvestep.trace.schema import COEFFICIENT_TOLERANCE, FIELDS, Row
 
 CLIP_COLUMNS = ("clipped", "coefficient", "grad_norm", "step_norm", "lr", "max_norm")
 
@@ -163,7 +162,7 @@ def clip_norms(columns: Mapping[str, ArrayLike]) -> np.ndarray:
         threshold = np.where(has_coefficient, by_coefficient, length / lr)
         is_shorter = length < (1 - 1e-3) * (lr * g)
     threshold = np.where(np.isfinite(max_norm), max_norm, threshold)
-    inferred = np.where(has_coefficient, is_clipped(coefficient, edge=edge), is_shorter)
+    inferred = np.where(has_coefficient, coefficient < edge * (1 - COEFFICIENT_TOLERANCE), is_shorter)
     clipped = np.where(np.isfinite(flag), flag != 0, inferred)
     known = np.isfinite(flag) | has_coefficient | has_length
     return np.where(known, np.where(clipped, threshold, math.inf), math.nan)

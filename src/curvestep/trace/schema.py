@@ -25,6 +25,9 @@ ESTIMATORS = {
 # What a probe may be asked for beside them; a fit does not read it.
 LAYER_CURVATURE = "layer_curvature"
 
+# A step counts as clipped if its coefficient is below that of the edge by more than this share.
+COEFFICIENT_TOLERANCE = 1e-6
+
 LEAST_ROWS = 10  # measured ones that a fit or an advice needs; the probe measures them whatever they cost
 
 OK = "ok"
