@@ -62,7 +62,9 @@ def test_the_share_of_clipped_steps_is_one_number_everywhere(name, tmp_path):
     assert torch.tensor(trace.clip_norm).isfinite().double().mean().item() == pytest.approx(share)
     assert told.clipped == pytest.approx(share)
     assert told.max_norm == pytest.approx(0.8, rel=1e-4)
-    assert f"about {share:.0%} of the steps are clipped, at 0.8" in cs.advise(trace).details()
+    said = cs.advise(trace).details()
+    assert f"{share:.0%}" in said
+    assert "0.8" in said
     (view,) = find_views([tmp_path / "trace.jsonl"])
     assert view.clipped_fraction == pytest.approx(share)
 
