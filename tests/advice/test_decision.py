@@ -130,7 +130,7 @@ def test_tiny_steps_with_momentum_and_batch_norm_are_raised():
 def test_a_loss_that_is_no_progress_decides_nothing(facts):
     assert decide(outcome(**facts)).kind != "no-sign"
     assert decide(outcome(**facts), progress=False).kind == "no-sign"
-    assert decide(outcome(starts_about_zero=True, **facts)).kind == "no-sign"
+    assert decide(outcome(starts_below_zero=True, **facts)).kind == "no-sign"
 
 
 @pytest.mark.parametrize("kind", ["bad-batch", "not-finite", "inefficient", "eval-mode"])

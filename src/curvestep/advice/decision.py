@@ -73,8 +73,11 @@ class Condition(NamedTuple):
 
 
 def decide(run: Outcome, *, progress: bool = True) -> Condition:
-    """The first line of the table that holds; without ``progress`` of those that do not judge by the loss."""
-    progress = progress and not run.starts_about_zero
+    """The first line of the table that holds.
+
+    Lines that judge by the fall of the loss are left out without ``progress``, or if it starts below zero.
+    """
+    progress = progress and not run.starts_below_zero
     return next(line for line in TABLE if (progress or not line.by_progress) and line.holds(run))
 
 

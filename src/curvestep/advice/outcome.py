@@ -60,7 +60,7 @@ class LossFacts:
     end_rise: float  # likewise of the last row's batch after its step, for which a run may have been ended
     peak_rise: float  # likewise of the highest of the rows
     stood_still: bool  # no fall that noise does not explain, though steps lowered their own batches enough
-    starts_about_zero: bool = False  # the first rows have both signs, as a policy's loss does
+    starts_below_zero: bool = False  # the first rows go below zero, as a policy's loss does: it has no scale
     noise: float  # standard deviation of a row's loss about its neighbours, were it normal
     nonfinite_at: int | None  # first measured step, counted from one, whose loss or gradient is not finite
     finite_until: int  # last measured step before it; 0 if there is none
@@ -184,7 +184,7 @@ def _loss_curve(trace: Trace) -> LossFacts:
         end_rise=(finite_mean(after) - first) / scale,
         peak_rise=(highest - first) / scale,
         stood_still=_promised_fall(trace) > max(clear, scale / 2) and not fell,
-        starts_about_zero=finite_min(loss[:LEAST_ROWS]) < 0 < finite_max(loss[:LEAST_ROWS]),
+        starts_below_zero=finite_min(loss[:LEAST_ROWS]) < 0,
         noise=noise,
         nonfinite_at=int(step[nonfinite[0]]) + 1 if len(nonfinite) else None,
         finite_until=int(np.max(sound, initial=-1)) + 1,
