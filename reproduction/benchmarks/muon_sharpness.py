@@ -2,6 +2,7 @@
 
     python -m reproduction.benchmarks.muon_sharpness --part rates   # how the rates below were chosen
     python -m reproduction.benchmarks.muon_sharpness                # runs what is missing, prints the tables
+    python -m reproduction.benchmarks.muon_sharpness --part points  # both directions at the same points
 
 The directional sharpness of a step d is dᵀ(g(x + d) − g(x))/‖d‖², a probe's `curvature`, here of the mean
 loss over 8 fixed training batches. The plan, committed before the three seeds were run:
@@ -15,6 +16,10 @@ loss over 8 fixed training batches. The plan, committed before the three seeds w
   without rows of both, or with a median that is not positive, are left out. The ratio is the geometric mean.
 - The claim holds on a task if the ratio is at most 0.8 in all three seeds, fails if it is at least 1.25 in
   all three, and is open otherwise. It is reproduced here if it holds on both tasks.
+
+The part ``points`` was added after the runs, and judges nothing. Along AdamW's runs of the same seeds, a
+Muon is given the same gradients and moves nothing. Every 45 steps, the steps that both take with the hidden
+matrices are tried from the same point, at the length of AdamW's.
 
 Beside it, without a verdict: the share of the curvature within layers, and that of the penalty in the gain.
 """
@@ -46,6 +51,7 @@ STEPS, WARMUP, EVERY = 400, 40, 15
 NUM_BATCHES = 8  # that sharpness is measured on
 SEEDS = (0, 1, 2)
 RATES_SEED, LAST = 100, 40
+POINTS_EVERY = 45  # steps between those of the part `points`
 BINS = 5
 BELOW, ABOVE = 0.8, 1.25
 ADAMW_GRID = (1e-3, 3e-3, 1e-2, 3e-2)
@@ -168,6 +174,69 @@ def verdict(ratios):
     return "open"
 
 
+def ratios_at_points(name, seed):
+    """Muon's directional sharpness over AdamW's, of hidden matrices alone, at points of AdamW's run."""
+    task = TASKS[name]
+    model = task.start(seed)
+    loss_of = task.loss
+    places = [i for i, p in enumerate(model.parameters()) if any(p is one for one in hidden_matrices(model))]
+    point = list(model.parameters())
+    shadows = [point[i].detach().clone() for i in places]
+    [adamw] = optimizers_of(model, "AdamW", RATES[name])
+    muon = torch.optim.Muon(shadows, lr=RATES[name]["Muon"], weight_decay=0.0)
+    schedule = torch.optim.lr_scheduler.LambdaLR(adamw, share_of_peak)
+    fixed = list(islice(task.stream(seed, "measuring"), NUM_BATCHES))
+    ratios = []
+    for step, batch in enumerate(islice(task.stream(seed, "training"), STEPS)):
+        loss_of(model, batch).backward()
+        begin = [p.detach().clone() for p in point]
+        for shadow, i in zip(shadows, places, strict=True):
+            shadow.copy_(begin[i])
+            shadow.grad = point[i].grad.clone()
+        adamw.step()
+        muon.step()
+        adamw.zero_grad()
+        schedule.step()
+        if step >= WARMUP and step % POINTS_EVERY == 0:
+            end = [p.detach().clone() for p in point]
+            move_to(point, begin)
+            by_adamw = {i: end[i] - begin[i] for i in places}
+            by_muon = {i: shadow - begin[i] for shadow, i in zip(shadows, places, strict=True)}
+            longer = length_of(by_adamw) / length_of(by_muon)
+            by_muon = {i: longer * d for i, d in by_muon.items()}
+            with cs.Replay(model, lambda: sum(loss_of(model, one) for one in fixed) / NUM_BATCHES) as replay:
+                ratios.append(sharpness_along(replay, by_muon) / sharpness_along(replay, by_adamw))
+            move_to(point, end)
+    return ratios
+
+
+def sharpness_along(replay, step):
+    direction = [step.get(i) for i in range(len(replay.parameters))]
+    before = replay.gradient_at(direction, 0.0).gradients
+    after = replay.gradient_at(direction, 1.0).gradients
+    product = sum((d * (after[i] - before[i])).double().sum().item() for i, d in step.items())
+    return product / length_of(step) ** 2
+
+
+def length_of(step):
+    return math.sqrt(sum(d.double().square().sum().item() for d in step.values()))
+
+
+@torch.no_grad()
+def move_to(point, values):
+    for p, value in zip(point, values, strict=True):
+        p.copy_(value)
+
+
+def points_table():
+    """Markdown: the ratios at points of AdamW's runs, with their median and range."""
+    lines = ["| task | Muon / AdamW at the same points, seeds 0, 1, 2: median (range) |", "| --- | --- |"]
+    for name in TASKS:
+        cells = [spread(ratios_at_points(name, seed), float) for seed in SEEDS]
+        lines.append(f"| {name} | {', '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def kept(path):
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     return [json.loads(line) for line in lines]
@@ -257,13 +326,15 @@ def choose_rates(tasks):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--part", choices=("rates", "judge"), default="judge")
+    parser.add_argument("--part", choices=("rates", "judge", "points"), default="judge")
     parser.add_argument("--tasks", nargs="+", choices=TASKS, default=list(TASKS), help="of the rates")
     parser.add_argument("--rows", type=Path, default=FILE)
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.part == "rates":
         choose_rates(options.tasks)
+    elif options.part == "points":
+        print(points_table())
     else:
         print(tables(run_missing(options.rows)))
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import curvestep as cs
 from reproduction.benchmarks import muon_sharpness as muon
 
 ROOT = Path(__file__).parents[3]
@@ -53,6 +54,20 @@ def test_a_part_whose_median_is_not_positive_is_left_out():
 )
 def test_a_verdict_needs_all_seeds_beyond_the_margin(ratios, word):
     assert muon.verdict(ratios) == word
+
+
+def test_sharpness_along_a_step_is_that_of_a_quadratic_on_the_layers_that_move():
+    H = torch.tensor([[3.0, 1.0], [1.0, 5.0]])
+    model = torch.nn.ModuleList([torch.nn.Linear(1, 1, bias=False) for _ in range(2)])
+
+    def loss():
+        z = torch.cat([layer.weight.flatten() for layer in model])
+        return 0.5 * z @ H @ z
+
+    with cs.Replay(model, loss) as replay:
+        assert muon.sharpness_along(replay, {1: torch.tensor([[-0.3]])}) == pytest.approx(5.0)
+        both = {0: torch.tensor([[0.1]]), 1: torch.tensor([[-0.1]])}
+        assert muon.sharpness_along(replay, both) == pytest.approx((3.0 - 2.0 + 5.0) / 2)
 
 
 def test_the_page_has_the_tables_of_the_rows():
