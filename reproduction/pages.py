@@ -34,6 +34,7 @@ from curvestep_reproduction.archives import (
     KEPT,
     SUFFIX,
     UNFINISHED,
+    damage_of,
     pack_runs,
     pack_unfinished,
     put_back,
@@ -413,9 +414,16 @@ def pages_that_disagree(by_scale: Mapping[str, Sequence[Claim]], kept: Mapping[s
 
 
 def keep(folder: Path, *, commit: str, unended: bool = False) -> list[str]:
-    """Pack the runs below a folder, each with those of its scale; their names. Runs of no plan are left."""
+    """Pack the runs below a folder, each with those of its scale; their names. Runs of no plan are left.
+
+    A damaged run is named and left, too.
+    """
     by_scale: dict[str, list[Path]] = {}
     for run in runs_below(folder):
+        damage = damage_of(run)
+        if damage:
+            print(f"{run.name} is damaged and is not kept: {damage}")
+            continue
         by_scale.setdefault(TrainedRun.load(run).recipe.scale, []).append(run)
     packed = []
     for page in PAGES:
@@ -433,4 +441,7 @@ def keep(folder: Path, *, commit: str, unended: bool = False) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    try:
+        sys.exit(main())
+    except (ValueError, OSError) as error:
+        sys.exit(f"pages.py: {error}")

@@ -117,6 +117,16 @@ def test_runs_are_kept_by_their_scale_and_no_longer_as_unfinished(script, tmp_pa
     }  # fmt: skip
 
 
+def test_a_damaged_run_is_named_and_the_rest_is_kept(script, tmp_path, monkeypatch, capsys):
+    leave_runs(tmp_path / "out", seeds=(0,))
+    monkeypatch.setattr(script, "UNFINISHED", tmp_path / "kept" / "unfinished")
+    (tmp_path / "out" / "runs" / "ptb-longer" / "lm-lr2-seed0" / "status.json").write_text("{")
+    assert script.keep(tmp_path / "out", commit="0123456") == [f"{BY_HAND}-seed0"]
+    line = capsys.readouterr().out.strip()
+    assert line.startswith("lm-lr2-seed0 is damaged and is not kept: ")
+    assert "\n" not in line
+
+
 def test_the_readme_names_what_is_not_run_yet_with_its_command(script, tmp_path):
     results = Results(make_plan("longer"), tmp_path)
     none = KeptRuns(results=results, damaged=(), commits={})
