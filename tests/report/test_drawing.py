@@ -1,6 +1,7 @@
 """Figures by matplotlib: they show what the page shows, in a notebook too."""
 
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -48,7 +49,10 @@ def test_a_run_that_diverged_ends_in_a_cross_and_the_best_is_bold(views):
     ("ClippedSGD", "max_norm"), ("NormalizedSGD", "offset"), ("AdamW", "max_norm"), ("RMSprop", "")
 ])  # fmt: skip
 def test_figure_names_the_threshold_of_this_optimizer(optimizer, threshold):
-    words = make_calibration(optimizer=optimizer).plot().get_supxlabel()
+    found = make_calibration(optimizer=optimizer)
+    if threshold:  # trials may leave the step without one
+        found = replace(found, max_norm=0.5)
+    words = found.plot().get_supxlabel()
     assert [name for name in ("max_norm", "offset") if name in words] == [threshold] * bool(threshold)
 
 
