@@ -151,22 +151,26 @@ def _finding(results: Path, name: str) -> str:
     """What the runs of an example say about lr, and about clipping."""
     found, settings = _example(results, name), _settings(results, name)
     means = {setting: mean(run["held_out"] for run in runs) for setting, runs in settings.items()}
-    ours, without = (found["lr"], found["max_norm"]), (found["lr"], math.inf)
     (best_lr, best_norm), lowest = min(means.items(), key=lambda item: item[1])
     threshold = "without clipping" if best_norm == math.inf else f"with max_norm {best_norm:g}"
+    ours = means[found["lr"], found["max_norm"] or math.inf]
+    clipped, unclipped = sorted(key for key in means if key[0] == found["lr"])[:2]
+    with_it, without_it = ([run["held_out"] for run in settings[key]] for key in (clipped, unclipped))
     words = [
         f"The lowest mean held-out loss is {lowest:.3f}, at lr {best_lr:g} {threshold}.",
-        f"At the lr and max_norm of `calibrate` it is {means[ours]:.3f}.",
+        f"At the lr and max_norm of `calibrate` it is {ours:.3f}.",
         "**Does clipping help here?**",
     ]
-    with_it, without_it = ([run["held_out"] for run in settings[key]] for key in (ours, without))
     if max(without_it) < min(with_it) or min(without_it) > max(with_it):
-        words.append("It helps:" if means[without] > means[ours] else "It hurts:")
+        words.append("It helps:" if means[unclipped] > means[clipped] else "It hurts:")
         overlap = "do not overlap"
     else:
         words.append("It makes no clear difference:")
         overlap = "overlap"
-    words.append(f"at that lr the mean is {means[without]:.3f} without it, and the ranges {overlap}.")
+    words.append(
+        f"at the lr of `calibrate` the mean is {means[clipped]:.3f} with max_norm {clipped[1]:g}, "
+        f"{means[unclipped]:.3f} without, and the ranges {overlap}."
+    )
     return " ".join(words)
 
 

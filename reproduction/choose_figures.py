@@ -73,7 +73,6 @@ class Task:
     optimizer: Callable[..., torch.optim.Optimizer]
     factors: tuple[float, ...]  # of calibrate's lr, each with the clip of the task
     default: float  # a usual lr
-    unclipped: bool  # whether calibrate's lr is tried without the clip, too
 
 
 def words_of(tokens: Tensor) -> Batch:
@@ -91,11 +90,11 @@ def tasks() -> dict[str, Task]:
     return {
         "adamw": Task(
             GPT, words_of(corpus.train), words_of(corpus.valid[:20_000]), 16, 400,
-            torch.optim.AdamW, (1 / 3, 1, 3), 1e-3, unclipped=True,
+            torch.optim.AdamW, (1 / 3, 1, 3), 1e-3,
         ),
         "cnn": Task(
             cnn, train, held_out, 64, 600, lambda p, lr: torch.optim.SGD(p, lr, momentum=0.9, nesterov=True),
-            (1 / 3, 1, 3), 0.1, unclipped=True,
+            (1 / 3, 1, 3), 0.1,
         ),
     }  # fmt: skip
 
@@ -164,10 +163,10 @@ def example(name: str, task: Task, seeds: int) -> dict[str, Any]:
         optimizer=optimizer, schedule="warmup-decay", num_steps=task.num_steps,
     )  # fmt: skip
     print(f"== {name}\n{cal}", flush=True)
-    max_norm = rounded(cal.max_norm)
+    max_norm = None if math.isinf(cal.max_norm) else rounded(cal.max_norm)
+    other = 1.0 if max_norm is None else None  # the pair that shows whether clipping helps
     settings = [(rounded(factor * cal.lr), max_norm) for factor in task.factors]
-    settings += [(task.default, max_norm)] + [(rounded(cal.lr), None)] * task.unclipped
-    settings += [(task.default, None)] * (name == "cnn")
+    settings += [(task.default, max_norm), (rounded(cal.lr), other)]
     runs, probes = [], []
     for lr, threshold in settings:
         for seed in range(seeds):
@@ -182,62 +181,36 @@ def example(name: str, task: Task, seeds: int) -> dict[str, Any]:
 
 
 def draw(name: str, found: dict[str, Any], default: float) -> None:
-    """Held-out loss against lr, with and without the clip."""
+    """Held-out loss against lr, at the threshold of calibrate and at the other of the pair."""
+    losses: dict[tuple[float, float | None], list[float]] = {}
+    for run in found["runs"]:
+        losses.setdefault((run["lr"], run["max_norm"]), []).append(run["held_out"])
+    means = {setting: sum(values) / len(values) for setting, values in losses.items()}
+    ours = found["max_norm"]
     with styled():
         figure, (panel,) = panels(1, 1, width=6.4, height=3.4)
-        for threshold, colour, face in (
-            (found["max_norm"], "#0072B2", "#0072B2"),
-            (None, "#D55E00", "white"),
-        ):
-            runs = sorted((r for r in found["runs"] if r["max_norm"] == threshold), key=lambda r: r["lr"])
+        for is_ours, colour, face in ((True, "#0072B2", "#0072B2"), (False, "#D55E00", "white")):
+            settings = sorted(setting for setting in means if (setting[1] == ours) == is_ours)
+            look = {"color": colour, "markerfacecolor": face}
+            for setting in settings:
+                panel.plot([setting[0]] * len(losses[setting]), losses[setting], "o", alpha=0.5, **look)
+            threshold = settings[0][1]
             label = "no clipping" if threshold is None else f"max_norm {threshold:g}"
-            rates = sorted({run["lr"] for run in runs})
-            means = [
-                sum(r["held_out"] for r in runs if r["lr"] == lr) / sum(r["lr"] == lr for r in runs)
-                for lr in rates
-            ]
-            panel.plot(
-                [r["lr"] for r in runs],
-                [r["held_out"] for r in runs],
-                "o",
-                color=colour,
-                markerfacecolor=face,
-                alpha=0.5,
-            )
-            panel.plot(
-                rates, means, "-" if threshold else "s", color=colour, markerfacecolor=face, label=label
-            )
+            line = [means[setting] for setting in settings]
+            panel.plot([lr for lr, _ in settings], line, "-" if is_ours else "s", label=label, **look)
         panel.set_xscale("log")
-        rates = sorted({run["lr"] for run in found["runs"]})
+        rates = sorted({lr for lr, _ in means})
         panel.set_xticks(rates, [f"{lr:g}" for lr in rates], fontsize=8, rotation=30)
         panel.minorticks_off()
         panel.axvline(found["lr"], color="#777777", linestyle=":", zorder=0)
-        panel.annotate(
-            "calibrate",
-            (found["lr"], 1),
-            xycoords=("data", "axes fraction"),
-            ha="center",
-            va="bottom",
-            fontsize=9,
-        )
-        panel.annotate(
-            f"usual {default:g}",
-            (default, 1),
-            xycoords=("data", "axes fraction"),
-            ha="center",
-            va="bottom",
-            fontsize=9,
-        )
+        place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "ha": "center", "va": "bottom"}
+        panel.annotate("calibrate", (found["lr"], 1), fontsize=9, **place)
+        panel.annotate(f"usual {default:g}", (default, 1), fontsize=9, **place)
         panel.set_xlabel("peak lr (log scale)")
         panel.set_ylabel("held-out loss (lower is better)")
-        at = {
-            lr: [r["held_out"] for r in found["runs"] if r["lr"] == lr and r["max_norm"]]
-            for lr in (found["lr"], default)
-        }
-        ours, usual = (sum(losses) / len(losses) for losses in at.values())
-        panel.set_title(
-            f"{ours:.2f} at the lr of calibrate, {usual:.2f} at {default:g}", pad=20, fontweight="bold"
-        )
+        at_ours, at_default = (f"{means[lr, ours]:.2f}" for lr in (found["lr"], default))
+        title = f"{at_ours} at the lr of calibrate, {at_default} at {default:g}"
+        panel.set_title(title, pad=20, fontweight="bold")
         panel.legend()
         save(figure, DOCS / "images" / name)
     (DOCS / "images" / f"{name}.png").unlink()  # pages show the SVG
@@ -247,13 +220,14 @@ def main() -> None:
     """Train, keep the numbers, draw."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--only", nargs="*", help="names of examples; the others are kept")
     parser.add_argument("--draw", action="store_true", help="only draw what is kept")
     options = parser.parse_args()
     torch.set_num_threads(1)
     path = DOCS / "results" / "choose.json"
-    found = json.loads(path.read_text()) if options.draw else {}
+    found = json.loads(path.read_text()) if options.draw or options.only else {}
     for name, task in tasks().items():
-        if not options.draw:
+        if not options.draw and name in (options.only or name):
             found[name] = example(name, task, options.seeds)
             path.write_text(json.dumps(found, indent=1, allow_nan=False) + "\n")
         draw(name, found[name], task.default)

@@ -327,7 +327,8 @@ def page_title(views: Sequence[RunView], places: Sequence[Path]) -> str:
         what = f"{trained.pop()} with {optimizers.pop()}"
         return what if len(views) == 1 else f"{len(views)} runs of {what}"
     if len(views) == 1:
-        return views[0].name
+        recipe = views[0].fields.get("name")
+        return f"{recipe}, {views[0].setting}" if recipe else views[0].name
     names = [place.resolve().name for place in places]
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return ", ".join(names[:3]) + more
@@ -338,7 +339,9 @@ def subtitle(views: Sequence[RunView]) -> str:
     states = Counter(view.ending or "measured" for view in views)
     facts = [f"{count} {status}" for status, count in states.items()]
     if len(views) == 1:
-        facts = [views[0].name, f"{views[0].step:,} steps"]
+        facts = [f"{views[0].step:,} steps"]
+        if page_title(views, ()) != views[0].name:
+            facts.insert(0, views[0].name)
     facts += dict.fromkeys(str(view.facts.get("data", "")).partition(" from ")[0] for view in views)
     return "; ".join(fact for fact in facts if fact)
 
