@@ -33,7 +33,7 @@ WRONG = {
     "advise --detials": "there is no option --detials. Did you mean --details?",
     "fit t.jsonl --details": "there is no option --details",
     "report": "name a run folder or a trace file",
-    "advise": "name a trace file or a run folder",
+    "advise": "name a trace file",
     "fit": "name a trace file or a run folder",
 }
 

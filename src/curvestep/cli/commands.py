@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from curvestep.cli import FAILED, OK, say
-from curvestep.cli.parser import Command, Parser
+from curvestep.cli.parser import NUMBER, Command, Parser
 from curvestep.files import dump_json
 
 if TYPE_CHECKING:
@@ -45,9 +45,8 @@ def advise(parser: Parser, args: list[str]) -> int:
     parser.option("--metric", metric, default=None, shown="the training loss")
     parser.option("--mode", "min or max: which value of the metric is better", default=None, shown="by name")
     parser.flag("--no-progress", "The loss measures no progress (policies, GANs): only say what is unstable")
-    parser.option(
-        "--max-norm", "For a trainer's log: count the steps with a larger gradient norm", type=float
-    )
+    larger = "For a trainer's log: count the steps with a larger gradient norm"
+    parser.option("--max-norm", larger, default=None, shown="none", kind=NUMBER)
     chosen = parser.read(args)
     if not chosen.TRACE:
         parser.error("name a trace file, a run folder or a trainer's log")
