@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -41,7 +43,8 @@ def calibrate_recipe(recipe: RecipeT, *, offline: bool = False) -> tuple[RecipeT
         task = make_task(recipe, offline=offline)
         model = task.build().train()
         torch.manual_seed(seed_of(recipe, "dropout/0"))
-        found = calibrate(
+        measured = partial(
+            calibrate,
             model,
             lambda batch: task.loss(model, batch)[0],
             _Batches(task),
@@ -51,6 +54,11 @@ def calibrate_recipe(recipe: RecipeT, *, offline: bool = False) -> tuple[RecipeT
             num_steps=task.num_steps(),
             progress=False,
         )
+        found = measured()
+        thresholds = [trial.max_norm for trial in found.trials]
+        if math.isinf(found.max_norm) and min(thresholds) < math.inf:
+            # These recipes clip. Where no trial earned a threshold, they get the one that was tried.
+            found = measured(max_norm=min(thresholds))
     return replace(recipe, **{"lr": found.lr, recipe.rule.threshold: found.max_norm}), found
 
 
