@@ -58,7 +58,8 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> str:
 def _check_number(name: str, value: Number, needed: str, holds: Callable[[float], bool]) -> Number:
     """``value`` if it is a number for which the condition holds."""
     if isinstance(value, bool) or not hasattr(value, "__float__"):
-        call = f" Call it: `{value.__name__}()`." if hasattr(value, "__name__") else ""
+        function = getattr(value, "__name__", "")
+        call = f" Call it: `{function}()`." if function else ""
         raise TypeError(f"{_message(name, value, needed)}{call}")
     if not holds(value):
         raise ValueError(_message(name, value, needed))
