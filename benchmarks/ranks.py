@@ -64,8 +64,12 @@ def answers(rank, names, wrappers):
             wrap = wrapped(wrapper, rank)
             try:
                 alone = odd_modules.run(name, make_optimizer, wrap=wrap)
+                again = odd_modules.run(name, make_optimizer, wrap=wrap)
             except Exception as error:
                 found[name, wrapper, "alone"] = f"not trained: {type(error).__name__}"
+                continue
+            if odd_modules.differences(alone.state, again.state):
+                found[name, wrapper, "alone"] = "not trained twice with the same bits"
                 continue
             for mode in MODES:
                 found[name, wrapper, mode] = odd_modules.verdict(name, make_optimizer, mode, alone, wrap)

@@ -157,7 +157,7 @@ class PassState:
             *(partial(_put_parameters_back, module, dict(module._parameters)) for module in plain),
             *(partial(buffer.copy_, buffer.detach().clone()) for buffer in model.buffers()),
             *(parameter.restore for parameter in self.frozen),
-            *(_gathered_again(shard) for module in sharded for shard in _frozen_shards(module)),
+            *(_gathered_again(shard) for module in sharded for shard in _shards(module)),
             *(partial(_set_attributes, owner, own) for owner, own in owned),
             # A copy of a larger tensor would cost memory that nobody expects.
             *(partial(_set_values, t, t._version, t.detach().clone()) for t in tensors if t.numel() <= PIECE),
@@ -227,14 +227,12 @@ def _frozen_parameters(model: nn.Module) -> tuple[list[Tensor], list[Tensor]]:
     return followers, others
 
 
-def _frozen_shards(module: FSDPModule) -> Iterator[Any]:
-    """What FSDP2 keeps of each parameter of a wrapped module that needs no gradient."""
+def _shards(module: FSDPModule) -> Iterator[Any]:
+    """What FSDP2 keeps of each parameter of a wrapped module."""
     state: Any = module._get_fsdp_state()
     groups = getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]  # torch 2.6: one
     for group in groups:
-        for shard in group.fsdp_params if group is not None else ():
-            if not shard.sharded_param.requires_grad:
-                yield shard
+        yield from group.fsdp_params if group is not None else ()
 
 
 def _gathered_again(shard: Any) -> Callable[[], object]:
@@ -243,10 +241,12 @@ def _gathered_again(shard: Any) -> Callable[[], object]:
     It is the same object in every pass. One that a pass gave other memory by ``.data = …`` keeps it.
     """
     whole = vars(shard).get(_GATHERED)
+    is_frozen = not shard.sharded_param.requires_grad
     if whole is None:  # before the first pass: FSDP2 makes one again
-        return partial(vars(shard).pop, _GATHERED, None)
+        return partial(vars(shard).pop, _GATHERED if is_frozen else None, None)
     memory = whole.data
-    return partial(_give_memory, shard, whole, memory, memory.clone() if _has_memory(memory) else None)
+    is_copied = is_frozen and _has_memory(memory)
+    return partial(_give_memory, shard, whole, memory, memory.clone() if is_copied else None)
 
 
 def _give_memory(shard: Any, whole: Tensor, memory: Tensor, values: Tensor | None) -> None:
