@@ -315,3 +315,11 @@ def test_a_negative_norm_is_refused_and_nothing_is_changed(on_four):
         message, same = results["negative"]
         assert "negative" in message
         assert same
+
+
+def test_an_iterator_that_has_ended_is_warned_of():
+    parameters = nn.Linear(2, 1).parameters()
+    list(parameters)
+    with pytest.warns(UserWarning, match="iterator that has ended"):
+        assert cs.clip_grad_norm_(parameters, 1.0) == 0
+    assert cs.clip_grad_norm_([], 1.0) == 0

@@ -5,7 +5,8 @@ r"""``clip_grad_norm_`` with torch's signature, for gradients that lie on any nu
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,6 +66,8 @@ def clip_grad_norm_(
         tensor([0.6000, 0.8000])
     """
     params = [parameters] if isinstance(parameters, Tensor) else list(parameters)
+    if not params and isinstance(parameters, Iterator):
+        warnings.warn("`parameters` is an iterator that has ended, so nothing is clipped.", stacklevel=2)
     bound = max_norm if max_norm == math.inf else check_nonnegative("max_norm", max_norm)
     order = float(norm_type)
     if not order > 0:
