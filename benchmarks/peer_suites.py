@@ -99,7 +99,7 @@ def in_place_of(theirs, clipped):
 
 
 def put_in(theirs):
-    """torch's class, clipped by a hook that was added to it; nothing is ever clipped."""
+    """Torch's class, clipped by a hook that was added to it; nothing is ever clipped."""
     import curvestep as cs
 
     def __init__(self, *args, **kwargs):
