@@ -16,11 +16,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "tests" / "FAULTS.md"
 NEEDS = {
-    "torch's test_optim.py": "a source tree of torch at the installed version, and `expecttest`",
-    "Lightning's tests of clipping and optimizers": "its source, `tests/tests_pytorch`",
-    "transformers' tests of the Trainer": "a source tree of transformers (`tests/trainer`)",
+    "tests of torch, Lightning and transformers": "their sources: see `benchmarks/peer_suites.py`",
     "pytorch_optimizer's tests of wrappers": "its sdist, 4.1.0",
-    "fit and report of a million rows": "about 2 GB of memory",
+    "fit and report of a million rows": "about 2 GB of memory: see `benchmarks/rows.py`",
 }
 
 
