@@ -92,7 +92,7 @@ MAX_NORM = """\
 | --- | --- |
 | a safety net for AdamW | `1.0`; Adam rescales gradients, so the exact number matters little |
 | a safety net for SGD | `cs.clip_rules.zscore()`, which clips only norms that stand out |
-| SGD that diverges without clipping | `cal.max_norm`, together with `cal.lr` of the same `cs.calibrate` |
+| a threshold that fits SGD's lr | `cal.max_norm` of `cs.calibrate`; `inf` where its trials gain nothing by clipping |
 | to know whether clipping helps | two runs and `cs.advise(with_it, without)`; one run cannot tell |"""
 
 
