@@ -92,7 +92,7 @@ MAX_NORM = """\
 | --- | --- |
 | a safety net for AdamW | `1.0`; Adam rescales gradients, so the exact number matters little |
 | a safety net for SGD | `cs.clip_rules.zscore()`, which clips only norms that stand out |
-| a threshold that fits SGD's lr | `cal.max_norm` of `cs.calibrate`; `inf` where its trials gain nothing by clipping |
+| a threshold that fits SGD's lr | `cal.max_norm` of `cs.calibrate`; `inf` if its trials gain nothing by it |
 | to know whether clipping helps | two runs and `cs.advise(with_it, without)`; one run cannot tell |"""
 
 
