@@ -38,7 +38,7 @@ def notes_on_log(facts: LogFacts) -> tuple[Note, ...]:
     if math.isfinite(facts.piled_norm):
         text = (
             f"{facts.piled_share:.0%} of the logged gradient norms are {facts.piled_norm:.4g}: they were "
-            "clipped before they were logged, so another clip would be a second one"
+            "clipped before they were logged. Do not clip a second time"
         )
         notes.append(Note("piled-norms", text))
     if math.isfinite(facts.clipped):
