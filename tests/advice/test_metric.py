@@ -91,3 +91,16 @@ def test_without_progress_spikes_and_clipping_are_shown():
 def test_a_probe_and_an_empty_trace_take_the_options_too():
     assert advise(SmoothnessProbe(network()), progress=False).kind == "no-rows"
     assert advise(Trace(), metric={"val_loss": [1.0]}).kind == "no-rows"
+
+
+def test_the_command_ranks_by_a_metric(tmp_path, capsys):
+    from curvestep.cli import main
+
+    for name, lr, scale in (("low", 0.1, 1.0), ("high", 0.3, 2.0)):
+        run_with(lr, [scale * a for a in RISING], path=tmp_path / f"{name}.jsonl")
+    assert main(["advise", str(tmp_path), "--metric", "accuracy"]) == 0
+    assert "TAKE lr 0.3" in capsys.readouterr().out
+    assert main(["advise", str(tmp_path), "--metric", "accuracy", "--mode", "min"]) == 0
+    assert "TAKE lr 0.1" in capsys.readouterr().out
+    assert main(["advise", str(tmp_path / "low.jsonl"), "--no-progress"]) == 0
+    assert "unstable" in capsys.readouterr().out

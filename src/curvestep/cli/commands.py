@@ -49,7 +49,7 @@ def advise(parser: Parser, args: list[str]) -> int:
     parser.option("--max-norm", larger, default=None, shown="none", kind=NUMBER)
     chosen = parser.read(args)
     if not chosen.TRACE:
-        parser.error("name a trace file, a run folder or a trainer's log")
+        parser.error("name a trace file or a run folder")
     from curvestep.advice.advice import advise as advise_on, is_trainer_log
     from curvestep.advice.decision import CANNOT_TELL
     from curvestep.trace.sources import traces_by_task
