@@ -127,11 +127,12 @@ def _run(
     peaks = [group["lr"] for group in optimizer.param_groups]
     shape = SCHEDULES[schedule_of(job["kind"])](STEPS)
     lost = 0
+    loss_of = recipe.task.loss  # what the loss reads is put back: not the streams of the task
     for k, batch in enumerate(islice(recipe.task.stream(job["seed"], "training"), STEPS)):
         for group, peak in zip(optimizer.param_groups, peaks, strict=True):
             group["lr"] = peak * shape[k]
         optimizer.zero_grad()
-        closure = lambda batch=batch: recipe.task.loss(model, batch)  # noqa: E731
+        closure = lambda batch=batch: loss_of(model, batch)  # noqa: E731
         loss = closure() if probe is None else probe.record(closure)
         lost += not torch.isfinite(loss).item()
         if lost > 2 * EVERY:
