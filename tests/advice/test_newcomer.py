@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from curvestep import SmoothnessProbe, advise
+from curvestep import SmoothnessProbe, UntrackedParametersError, advise
 from tests.advice.test_settings import one_cycle, sgd, trained
 
 
@@ -87,3 +87,23 @@ def test_a_run_and_its_restart_are_no_two_settings(lr, tmp_path):
             copy.append({key: value for key, value in row.items() if value is not None})
         copy.close()
     assert advise(tmp_path).action != "take"
+
+
+def gan_step(generator, critic, optimizer, probe):
+    """The generator's step of the usual loop: its loss reaches the critic's parameters, too."""
+    noise = torch.randn(16, 4)
+    optimizer.zero_grad()
+    probe.record(lambda: F.softplus(-critic(generator(noise))).mean()).backward()
+    optimizer.step()
+
+
+def test_the_usual_gan_loop_is_told_to_freeze_the_critic_and_then_runs():
+    torch.manual_seed(0)
+    generator, critic = nn.Linear(4, 2), nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(generator.parameters(), lr=1e-3)
+    probe = SmoothnessProbe(generator, every=1).watch(optimizer)
+    with pytest.raises(UntrackedParametersError, match=r"freeze them .* `other\.requires_grad_\(False\)`"):
+        gan_step(generator, critic, optimizer, probe)
+    critic.requires_grad_(False)
+    gan_step(generator, critic, optimizer, probe)
+    assert [row["status"] for row in probe.trace] == ["ok"]
