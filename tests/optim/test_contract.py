@@ -363,7 +363,7 @@ def test_every_world_gives_the_same_steps(world, make, mode, request, paths):
 
 
 def test_large_tensors_stream_unless_the_kernel_has_two_threads(paths, monkeypatch):
-    for size in (update._LARGE, update._LARGE + 1):
+    for size in (update.LARGE, update.LARGE + 1):
         for threads in (1, 2):
             monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
             ClippedSGD(parameters((size,)), lr=0.1, max_norm=1.0).step()

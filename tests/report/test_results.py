@@ -113,7 +113,8 @@ def test_the_stability_margin_is_the_optimizers_own(limit, name, margins):
 
 
 def test_a_plot_without_matplotlib_names_the_extra(shown, monkeypatch):
-    monkeypatch.setitem(sys.modules, "curvestep.report.drawing", None)
+    monkeypatch.delitem(sys.modules, "curvestep.report.drawing", raising=False)
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
     for name in ("trace", "fit", "calibration"):
         with pytest.raises(ImportError, match="the extra `report`"):
             shown[name].plot()

@@ -10,8 +10,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from curvestep.checks import needs_extra
-
 if TYPE_CHECKING:
     from curvestep.report.page import Page
     from curvestep.smoothness.probe import SmoothnessProbe
@@ -35,8 +33,8 @@ def report(
     Returns:
         Where the page is (``path``), and what it says (``verdicts``, ``runs``).
     """
-    with needs_extra("report"):
-        from curvestep.report.page import write_page
+    from curvestep.report.page import write_page
+
     return write_page(runs, output, title=title, overwrite=overwrite)
 
 

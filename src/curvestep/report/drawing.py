@@ -8,14 +8,17 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import matplotlib
 import numpy as np
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
+from curvestep.checks import needs_extra
 from curvestep.report.chart import COLOURS, Chart, Series
 from curvestep.report.markup import visible
+
+with needs_extra("report"):
+    import matplotlib
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import FuncFormatter, LogLocator, NullFormatter
 
 ITERATIONS = "viridis"  # dark is early; grows evenly in lightness
 _PALETTE: dict[int | str, str] = {

@@ -12,12 +12,8 @@ from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 
-from jinja2 import Environment, PackageLoader
-from markupsafe import Markup
-from PIL import Image
-from plotly.offline import get_plotlyjs
-
 import curvestep
+from curvestep.checks import needs_extra
 from curvestep.files import write_atomically
 from curvestep.fit.fit import SmoothnessFit
 from curvestep.report import page_words
@@ -27,6 +23,12 @@ from curvestep.report.markup import visible
 from curvestep.report.views import RunView, Task, find_views, fit_run, tasks_of
 from curvestep.trace.run import Fields, Run, read_json
 from curvestep.trace.sources import CLAIMS, Place, place_of
+
+with needs_extra("report"):
+    from jinja2 import Environment, PackageLoader
+    from markupsafe import Markup
+    from PIL import Image
+    from plotly.offline import get_plotlyjs
 
 FIGURES = "figures.json"  # a reproduction's figures with their titles and captions
 GENERATOR = '<meta name="generator" content="curvestep">'  # tells our pages from other files

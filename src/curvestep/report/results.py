@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from curvestep.checks import needs_extra
 from curvestep.report.chart import GRADIENT, NUM_COLOURS, SHARPNESS, THIN, Axis, Chart, Series
 from curvestep.trace.schema import FIELDS
 
@@ -29,8 +28,8 @@ _NONE = np.array([])
 
 def draw_charts(charts: Sequence[Chart], *, title: str = "", note: str = "") -> Figure:
     """The charts side by side, by matplotlib (extra `report`)."""
-    with needs_extra("report"):
-        from curvestep.report.drawing import figure_of
+    from curvestep.report.drawing import figure_of
+
     return figure_of(charts, title=title, note=note)
 
 
