@@ -7,14 +7,12 @@ import pytest
 
 import curvestep as cs
 
-RULES = ("percentile", "zscore", "ema", "weight_ratio")
-
 
 def public_functions():
     """Functions that users call: those of the package itself, step rules, clip rules and loggers."""
     modules = (cs.steps, cs.loggers)
     found = [getattr(cs, name) for name in cs.__all__ if inspect.isfunction(getattr(cs, name))]
-    found += [cs.report.__call__, *(getattr(cs.clip_rules, name) for name in RULES)]
+    found += [cs.report.__call__, *cs.clip_rules.RULES]
     for module in modules:
         own = (one for one in vars(module).values() if inspect.isfunction(one))
         found += [one for one in own if one.__module__ == module.__name__ and one.__name__[0] != "_"]
