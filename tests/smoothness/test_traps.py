@@ -26,13 +26,13 @@ class Quadratic(nn.Module):
 
 
 def run_on_quadratic(
-    eigenvalues, *, steps=300, noise=0.5, lr=0.05, max_norm=RADIUS / 0.05, fractions=(0.5, 1.0)
+    eigenvalues, *, steps=300, noise=0.5, lr=0.05, max_norm=RADIUS / 0.05, fractions=(0.5, 1.0), estimators=()
 ):
     """Clipped SGD with a paired probe at every step, and the unpaired differences of consecutive batches."""
     torch.manual_seed(1)
     model = Quadratic(eigenvalues)
     optimizer = cs.ClippedSGD(model.parameters(), lr=lr, max_norm=max_norm)
-    probe = SmoothnessProbe(model, every=1, fractions=fractions)
+    probe = SmoothnessProbe(model, every=1, fractions=fractions, estimators=estimators)
     unpaired, previous = Trace(), None
     for step in range(steps):
         swing = 1.5 + np.sin(2 * np.pi * step / 30)  # gradients grow and shrink, slowly
@@ -53,13 +53,14 @@ def run_on_quadratic(
 
 @pytest.mark.slow
 def test_T1_unpaired_differences_fabricate_L1_and_paired_ones_do_not():
-    trace, unpaired = run_on_quadratic(torch.ones(SIZE))
+    trace, unpaired = run_on_quadratic(torch.ones(SIZE), estimators=("local_smoothness",))
     ours, theirs = fit_smoothness(trace, control=False), fit_smoothness(unpaired, control=False)
     assert theirs.spearman > 0.8
     # Two batches have nearly orthogonal gradients, so that the difference is √2 of one, over a fixed radius.
     assert 0.4 * np.sqrt(2) / RADIUS < theirs.L1 < 1.6 * np.sqrt(2) / RADIUS
     assert theirs.L1_interval[0] > 10
     np.testing.assert_allclose(trace.column("smoothness"), 1.0, rtol=1e-8)
+    np.testing.assert_allclose(trace.column("local_smoothness"), 1.0, rtol=1e-8)
     low, high = ours.L1_interval
     assert low <= 0 <= high
     assert high < 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from curvestep.files import dump_row
-from curvestep.trace.run import METRICS
+from curvestep.trace.run import METRICS, read_json
 from curvestep.trace.trace import Trace
 from curvestep_reproduction.claims import judges
 from curvestep_reproduction.claims.claims import (
@@ -49,7 +49,7 @@ from curvestep_reproduction.figures.legend import (
     NORMALIZED,
     THREE,
 )
-from curvestep_reproduction.figures.plan import Results
+from curvestep_reproduction.figures.plan import KEPT_CLAIMS, Results
 from curvestep_reproduction.figures.reproduction import make_plan
 from curvestep_reproduction.training.run_folder import TrainedRun
 from reproduction.tests.figures.test_reproduction import fake_runs
@@ -426,6 +426,18 @@ def test_statements_have_names_of_their_own_and_short_sentences():
     names = [one.name for one in STATEMENTS]
     assert len(set(names)) == len(names)
     assert all(len(one.says.split()) <= 20 for one in STATEMENTS)
+
+
+def test_kept_claims_are_those_that_are_stated():
+    kept = {
+        scale: {claim["name"]: claim["paper"] for claim in rows}
+        for scale, rows in read_json(KEPT_CLAIMS).items()
+    }
+    stated = {one.name: one.says for one in STATEMENTS}
+    for rows in kept.values():
+        assert rows.items() <= stated.items()
+    decided = [one for one in STATEMENTS if one.scale in kept]
+    assert [one.name for one in decided if one.name not in kept[one.scale]] == [], "run reproduction/pages.py"
 
 
 def test_a_prediction_without_a_bound_is_said_in_words(tmp_path):
