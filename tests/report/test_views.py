@@ -4,7 +4,10 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
+from torch import nn
 
+from curvestep import SmoothnessProbe
 from curvestep.calibration.result import CALIBRATION
 from curvestep.report.views import find_views, seeds_by_setting, tasks_of
 from curvestep.trace.schema import NONFINITE
@@ -76,3 +79,18 @@ def test_runs_of_other_lengths_are_settings_of_their_own(views):
     dropped = [replace(views[0], fields={**views[0].fields, "lr_drops": at}) for at in ([0.5], [0.5, 0.75])]
     names = ("lr 0.3, clip 0.5, lr drops 0.5", "lr 0.3, clip 0.5, lr drops 0.5+0.75")
     assert tuple(seeds_by_setting(dropped)) == names
+
+
+def test_a_run_in_its_warm_up_is_named_by_the_peak_that_is_planned(tmp_path):
+    model = nn.Linear(3, 1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.03)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda k: min(1.0, (k + 1) / 20))
+    probe = SmoothnessProbe(model, trace=tmp_path / "trace.jsonl", every=2).watch(optimizer)
+    for _ in range(6):
+        x = torch.randn(8, 3)
+        probe.record(lambda x=x: model(x).square().mean()).backward()
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+    (view,) = find_views([tmp_path / "trace.jsonl"])
+    assert view.setting == "lr 0.03, no clip"

@@ -22,7 +22,7 @@ from curvestep.fit.fit import SmoothnessFit, fit_smoothness
 from curvestep.notes import Note
 from curvestep.report.results import columns_of, common_threshold, finite, thinned
 from curvestep.trace.columns import clip_norms
-from curvestep.trace.history import clipped_share, end_of_run, lr_of_run
+from curvestep.trace.history import clipped_share, end_of_run, planned_lr
 from curvestep.trace.run import METRICS, TRACE, Fields, Run
 from curvestep.trace.schema import NONFINITE
 from curvestep.trace.sources import Place, find_sources, place_of, short_names, task_of
@@ -286,7 +286,7 @@ def _trace_view(source: Path | Trace, name: str) -> RunView:
     diverged = trace.column("status")[-1:].tolist() == [NONFINITE]
     return RunView(
         name=name,
-        setting=_setting(lr_of_run(trace.header, measured["lr"]), trace.header.get("max_norm", max_norm)),
+        setting=_setting(planned_lr(trace.header, measured["lr"]), trace.header.get("max_norm", max_norm)),
         task=task_of(trace) or name,
         status="diverged" if diverged else "",
         step=int(trace.column("step").max(initial=0)),

@@ -48,6 +48,20 @@ def lr_of_run(header: Mapping[str, object], rates: np.ndarray) -> float:
     return peak if largest < peak <= 2 * largest else largest
 
 
+def planned_lr(header: Mapping[str, object], rates: np.ndarray) -> float:
+    """The peak of its schedule while lr still rises to it, else :func:`lr_of_run`.
+
+    Example:
+        >>> planned_lr({"peak_lr": 0.03}, np.array([0.001, 0.004, 0.008]))
+        0.03
+    """
+    known = rates[np.isfinite(rates)]
+    lr = lr_of_run(header, rates)
+    if len(known) == 0 or known[0] == known[-1] or known[-1] < known.max():
+        return lr
+    return max(header_number(header, "peak_lr", missing=lr), lr)
+
+
 def header_number(header: Mapping[str, object], name: str, *, missing: float) -> float:
     """Number in the header of a trace; ``missing`` if there is none."""
     value = header.get(name)
