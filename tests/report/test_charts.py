@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from curvestep.report.chart import THIN
-from curvestep.report.charts import TEMPLATE, comparison, run_charts, to_plotly
+from curvestep.report.charts import TEMPLATE, comparison, of_column, run_charts, to_plotly
 from curvestep.report.views import find_views, tasks_of
 from curvestep.trace.trace import Trace
 
@@ -26,6 +26,16 @@ def test_every_kind_of_chart_is_there(charts):
     kinds = {chart.kind.partition("-")[0] for chart in charts}
     assert kinds == {"scatter", "norm", "loss", "stability_margin", "layers", "comparison", "calibration"}
     assert all(len(chart.words) > 30 and chart.title for chart in charts)
+
+
+def test_a_column_has_a_chart_where_it_was_measured(views):
+    entry = of_column("step_norm", "Step length", log=True)
+    chart = entry.draw(views[0])
+    np.testing.assert_array_equal(chart.series[0].y, views[0].measured["step_norm"])
+    low, high, median = (f(chart.series[0].y) for f in (np.min, np.max, np.median))
+    assert all(f"{number:.3g}" in entry.words(views[0]) for number in (low, high, median))
+    assert of_column("noise", "Noise").draw(views[0]) is None
+    assert entry.draw(replace(views[0], measured={})) is None
 
 
 def test_plotly_accepts_every_chart_in_both_scales(charts):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -68,6 +69,19 @@ class RunChart:
     place: str = ""  # as in :class:`~curvestep.report.chart.Chart`
 
 
+def of_column(column: str, title: str, *, log: bool = False) -> RunChart:
+    """A column of the trace over the steps, none where it was not measured; the schema says what it means."""
+
+    def draw(view: RunView) -> Chart | None:
+        values = view.measured.get(column, np.array([]))
+        if not np.isfinite(values).any():
+            return None
+        curve = Series(title.lower(), view.measured["step"], values)
+        return Chart(column, title, Axis("iteration"), Axis(curve.name, log=log), (curve,))
+
+    return RunChart(draw, partial(page_words.of_column, column=column, title=title))
+
+
 def _loss(view: RunView) -> Chart | None:
     return results.loss(view.rows, view.held_out, diverged=view.diverged)
 
@@ -120,7 +134,7 @@ CHARTS = (
     RunChart(_layers, page_words.layers),
     RunChart(_calibration, page_words.calibration),
 )
-"""Every chart of one run, in the order of the page."""
+"""Every chart of one run, in the order of the page. That of a column alone is an :func:`of_column`."""
 
 
 def run_charts(view: RunView) -> list[Chart]:

@@ -22,6 +22,7 @@ from curvestep.report.results import finite, shows_law, stability, usable
 from curvestep.report.views import DAMAGED, RunView, Task
 from curvestep.trace.history import lr_of_run
 from curvestep.trace.run import Fields
+from curvestep.trace.schema import FIELDS
 
 _SUBJECTS = {"start": "at the start "}  # for kinds of reasons that name none
 _NOT_MEASURED = "No advice: nothing was measured. Train with a probe, and make the page again."
@@ -245,6 +246,13 @@ def stability_margin(view: RunView) -> str:
         f"{np.mean(margins > 1):.0%} of the steps shown are above 1. "
         f"It is lr times sharpness over {limit:.3g}{metric}."
     )
+
+
+def of_column(view: RunView, *, column: str, title: str) -> str:
+    """What a column means, its range and its median."""
+    values = finite(view.measured[column])
+    meaning = FIELDS[column].meaning.replace("`", "")
+    return f"{title}: {meaning} It goes from {_range(values)}; its median is {np.median(values):.3g}."
 
 
 def within(view: RunView) -> str:
