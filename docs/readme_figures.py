@@ -63,29 +63,31 @@ def _both(numbers: tuple[float, float]) -> str:
 
 
 def caption() -> str:
-    """The picture in words."""
+    """The picture in words: a table."""
     found = regrets()
-    sentences = []
+    lines = [
+        "The share of the best lr's progress that each misses, on the judged tasks run so far "
+        "([every task](docs/results/calibrate.md); `python docs/readme_figures.py`):",
+        "",
+        "| optimizer | judged tasks | calibrate: median and worst | usual default: median and worst |",
+        "| --- | --- | --- | --- |",
+    ]
     for kind, label in KINDS.items():
         of_kind = [missed for (own, _), missed in found.items() if own == kind]
-        if of_kind:
-            sentence = f"{label}, {len(of_kind)} of them: {_both(summary(of_kind, 'calibrate'))}"
-            if any("default" in task for task in of_kind):
-                sentence += f" ({DEFAULTS[kind]}: {_both(summary(of_kind, 'default'))})"
-            sentences.append(f"{sentence}.")
-    return (
-        "What `calibrate` misses of the best lr's progress, in the median and at worst, on the judged tasks "
-        "run so far. "
-        + " ".join(sentences)
-        + " [Every task](docs/results/calibrate.md); `python docs/readme_figures.py` draws it."
-    )
+        if not of_kind:
+            continue
+        default = "not run yet"
+        if any("default" in task for task in of_kind):
+            default = f"{DEFAULTS[kind]}: {_both(summary(of_kind, 'default'))}"
+        lines.append(f"| {label} | {len(of_kind)} | {_both(summary(of_kind, 'calibrate'))} | {default} |")
+    return "\n".join(lines)
 
 
 def main() -> None:
     """One line a task, one mark a method."""
     found = regrets()
     with styled():
-        figure, (panel,) = panels(1, 1, width=7.4, height=0.27 * len(found) + 1.35)
+        figure, (panel,) = panels(1, 1, width=7.4, height=0.27 * len(found) + 1.6)
         for name, (label, colour, mark) in METHODS.items():
             places = [place for place, task in enumerate(found.values()) if name in task]
             missed = [100 * task[name] for task in found.values() if name in task]
@@ -96,10 +98,10 @@ def main() -> None:
         panel.axvline(0, color="black", linewidth=0.8)
         labels = [f"{task} ({KINDS[kind]})" for kind, task in found]
         panel.set_yticks(range(len(found)), labels, fontsize=9)
-        panel.set_xlabel("progress missed, % of the grid's best lr (lower is better)", fontsize=9.5)
+        panel.set_xlabel("% of the best lr's progress missed (lower is better)", fontsize=9)
         title = f"What calibrate misses on {len(found)} judged tasks"
-        panel.set_title(title, fontweight="bold", fontsize=11)
-        panel.legend(loc="lower right", fontsize=9)
+        figure.suptitle(title, fontweight="bold", fontsize=11)
+        figure.legend(loc="outside lower center", ncols=len(METHODS), fontsize=9)
         png, _ = save(figure, DOCS / "images" / "readme-rates")
     png.unlink()  # README shows the SVG
 
