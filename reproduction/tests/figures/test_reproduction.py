@@ -13,6 +13,7 @@ from curvestep.fit.fit import fit_smoothness
 from curvestep.report import views
 from curvestep.trace.history import final_loss
 from curvestep.trace.run import METRICS, STATUS, read_json, write_json
+from curvestep.trace.trace import Trace
 from curvestep_reproduction import progress as displays
 from curvestep_reproduction.claims.claims import PAPER, VERDICTS
 from curvestep_reproduction.figures.fig8_lstm_gd import two_layer_settings
@@ -214,7 +215,10 @@ def test_every_trace_is_fitted_once_for_figures_claims_and_page(tmp_path, monkey
     for module in (run_folder, views):
         monkeypatch.setattr(module, "fit_smoothness", counted)
     reproduce(tmp_path / "out", plan=plan, workers=1, offline=True, progress=False)
-    assert len(fitted) == len(set(fitted)) == len(plan.runs)
+    own = list((tmp_path / "out" / "runs").rglob("trace.jsonl"))
+    assert len(own) == len(plan.runs)
+    assert len(fitted) == len(set(fitted))  # those of the kept runs that are drawn, too
+    assert {tuple(Trace.load(path).column("grad_norm")) for path in own} <= set(fitted)
 
 
 @pytest.mark.slow
